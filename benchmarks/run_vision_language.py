@@ -10,7 +10,7 @@
                                                                 # about one that was seen; a checkpoint, its artifact
     python benchmarks/run_vision_language.py --large build/smollm2 build/smollm2-int8 --rounds 5    # the same with
                                                                 # eyes of SmolVLM-256M's shape, of random weights
-    python benchmarks/run_vision_language.py --beside build/smollm2-int8 --rounds 5     # what images cost the answers
+    python benchmarks/run_vision_language.py --beside build/smollm2-int8 --rounds 4     # what images cost the answers
                                                                 # of others, behind a Triton server, with such eyes
 
 The figures are of the recipe's last evaluation: retrieval of a vendor's emoji by two towers, and exact answers about
@@ -24,6 +24,7 @@ import argparse
 import io
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ from penjing.core.images.decode import decode_image
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Silent
 from penjing.core.runtime.batch_invariant import apply_image_invariance
+from penjing.kernels.cpu.threads import default_threads
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -75,6 +77,7 @@ def main() -> int:
     parser.add_argument("--times", type=Path, nargs=2, help="a checkpoint that sees and its artifact")
     parser.add_argument("--large", type=Path, nargs=2, help="a decoder and its artifact, which get random eyes")
     parser.add_argument("--beside", type=Path, help="an INT8 artifact of a decoder, which gets random eyes")
+    parser.add_argument("--threads", type=int, default=default_threads(), help="of the decoder, and of the eyes")
     parser.add_argument("--rounds", type=int, default=15, help="requests of each kind that are timed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
@@ -94,10 +97,12 @@ def main() -> int:
         return 0
     if arguments.beside:
         warn_if_busy()
+        os.environ["PENJING_CPU_THREADS"] = str(arguments.threads)
+        named = f"smolvlm-256m/int8/{arguments.threads}_threads"
         with tempfile.TemporaryDirectory() as scratch:
             model = seeing_artifact(arguments.beside, Path(scratch) / "model")
             found = measure(model, SMOLVLM_256M.image_size, PHASE_SECONDS, arguments.rounds)
-        append("vision_language", cost_rows("smolvlm-256m/int8", found), arguments.results)
+        append("vision_language", cost_rows(named, found), arguments.results)
         return 0
     if arguments.pixels:
         append("vision_language", [nearest_pixels()], arguments.results)

@@ -2,8 +2,8 @@
 
 Through a real Triton server, in three phases that take turns. Beside `images` another client asks about one new picture
 after another, each as soon as it has the answer to the one before. Beside `texts` it sends as many requests of as many
-prompt tokens at the same times, so that what differs is the picture. Beside `nothing` the stream is alone. All three
-have the same length, and of an answer to the other client there is one token.
+prompt tokens at the same times, so that what differs is the picture. Beside `nothing` the stream is alone. Of an answer
+to the other client there is one token. The stream goes on until its last one has come.
 """
 
 from __future__ import annotations
@@ -27,14 +27,25 @@ from penjing.core.checkpoint.load import sight_config_of
 from penjing.core.errors import SetupError
 from penjing.core.text.corpus import heldout_text
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.serve.client.calls import Prompt
 from penjing.serve.client.client import AsyncClient
-from penjing.serve.client.wire_text import Result
 from penjing.serve.supervisor.state import read_state
 from penjing.serve.supervisor.temporary import temporary_server
 
-Send = Callable[[AsyncClient, float, float], Awaitable[Result | None]]
+
+@dataclass(frozen=True)
+class Answered:
+    """A request of the other client: when it was sent, how many seconds its answer took, and its prompt's tokens."""
+
+    sent: float
+    took: float
+    prompt_tokens: int
+
+
+Send = Callable[[AsyncClient, float, float], Awaitable[Answered | None]]
 """Sends a request and waits for its answer; None: there is none left. Is given when the phase began and ends."""
 SETTINGS = ["stream_interval=0", "num_blocks=1024"]  # each token is sent at once, and memory is taken for a few answers
+WARM_SECONDS = 1.0
 STREAM_TOKENS = 128  # of an answer of the stream, behind which the next one begins
 QUESTION = "What is left of the bag?"
 TIMEOUT = 120.0
@@ -50,11 +61,13 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 @dataclass(frozen=True)
 class Phase:
     """What was seen: milliseconds between tokens of the stream, how long after the start each request of the other
-    client was sent, in seconds, the tokens of its last prompt, and the seconds of processor of each of the server's
-    processes: `llm`, `sight`, and `server` for all others."""
+    client was sent, how long its answer took, and how long all lasted, in seconds, the tokens of its last prompt, and
+    the seconds of processor of each of the server's processes: `llm`, `sight`, and `server` for all others."""
 
     gaps: tuple[float, ...]
     sent: tuple[float, ...]
+    answered: tuple[float, ...]
+    lasted: float
     prompt_tokens: int
     spent: Mapping[str, float]
 
@@ -76,7 +89,7 @@ def measure(model: Path, side: int, length: float, rounds: int) -> list[dict[str
     with temporary_server(model, SETTINGS) as server:
         processes = named_processes(int(server.rpartition(":")[2]))
         for turn in range(rounds + 1):
-            phases = _round(server, processes, pictures, text, length, alone_first=turn % 2 == 1)
+            phases = _round(server, processes, pictures, text, length if turn else WARM_SECONDS, turn % 2 == 1)
             if turn:
                 found.append(phases)
                 figures = ", ".join(
@@ -92,19 +105,19 @@ def _round(
 ) -> dict[str, Phase]:
     """The three phases; the one without company stands before the others, or behind them."""
 
-    def phase(send: Send | None) -> Phase:
+    def phase(send: Send | None, length: float) -> Phase:
         return asyncio.run(_phase(server, send, length, processes))
 
     pictures.make(int(20 * length))
-    alone = phase(None) if alone_first else None
-    images = phase(pictures.ask)
-    texts = phase(Texts(text, images).ask)
+    alone = phase(None, length) if alone_first else None
+    images = phase(pictures.ask, length)
+    texts = phase(Texts(text, images).ask, images.lasted)
     if images.prompt_tokens != texts.prompt_tokens:
         raise SetupError(
             f"prompts with pictures had {images.prompt_tokens} tokens, and those without {texts.prompt_tokens}: they "
             "cannot be compared"
         )
-    return {"images": images, "texts": texts, "nothing": alone or phase(None)}
+    return {"images": images, "texts": texts, "nothing": alone or phase(None, images.lasted)}
 
 
 class Pictures:
@@ -120,13 +133,13 @@ class Pictures:
             self._made += 1
             self._waiting.append(picture(self._made, self._side))
 
-    async def ask(self, client: AsyncClient, _: float, until: float) -> Result | None:
+    async def ask(self, client: AsyncClient, _: float, until: float) -> Answered | None:
         """See `Send`."""
         if time.perf_counter() > until:
             return None
         self.make(1)
         file = self._waiting.pop()
-        return await client.generate(self._prompt, images=[file], max_tokens=1, timeout=TIMEOUT, **_GREEDY)
+        return await _ask(client, self._prompt, images=[file])
 
 
 class Texts:
@@ -135,7 +148,7 @@ class Texts:
     def __init__(self, text: Sequence[int], images: Phase) -> None:
         self._text, self._times, self._length = text, iter(images.sent), images.prompt_tokens
 
-    async def ask(self, client: AsyncClient, begun: float, _: float) -> Result | None:
+    async def ask(self, client: AsyncClient, begun: float, _: float) -> Answered | None:
         """See `Send`."""
         at = next(self._times, None)
         if at is None:
@@ -143,41 +156,45 @@ class Texts:
         await asyncio.sleep(begun + at - time.perf_counter())
         start = int(np.random.default_rng(int(at * 1e6)).integers(0, len(self._text) - self._length))
         prompt = self._text[start : start + self._length]
-        return await client.generate(prompt, max_tokens=1, timeout=TIMEOUT, **_GREEDY)
+        return await _ask(client, prompt)
+
+
+async def _ask(client: AsyncClient, prompt: Prompt, **more: Any) -> Answered:
+    """Ask for one token."""
+    sent = time.perf_counter()
+    result = await client.generate(prompt, max_tokens=1, timeout=TIMEOUT, **_GREEDY, **more)
+    return Answered(sent, time.perf_counter() - sent, result.num_input_tokens)
 
 
 async def _phase(server: str, send: Send | None, length: float, processes: dict[int, str]) -> Phase:
-    """Stream for `length` seconds while `send` is awaited again and again. What it has begun is waited for."""
+    """Stream while `send` is awaited again and again, for `length` seconds at least."""
     async with AsyncClient(server) as streaming, AsyncClient(server) as other:
         before, begun = seconds(processes), time.perf_counter()
-        sent, prompt_tokens = list[float](), 0
+        sent, answered, prompt_tokens = list[float](), list[float](), 0
 
         async def ask() -> None:
             nonlocal prompt_tokens
-            while send is not None:
-                at = time.perf_counter() - begun
-                if (result := await send(other, begun, begun + length)) is None:
-                    return
-                sent.append(at)
-                prompt_tokens = result.num_input_tokens
+            while send is not None and (result := await send(other, begun, begun + length)) is not None:
+                sent.append(result.sent - begun)
+                answered.append(result.took)
+                prompt_tokens = result.prompt_tokens
 
         asking = asyncio.create_task(ask())
-        gaps = await _stream(streaming, begun + length)
-        after = seconds(processes)
+        gaps = await _stream(streaming, lambda: asking.done() and time.perf_counter() >= begun + length)
+        lasted = time.perf_counter() - begun
+        spent = {name: value - before[name] for name, value in seconds(processes).items()}
         await asking
-        after["sight"] = seconds(processes)["sight"]  # with all of the last picture
-    spent = {name: value - before[name] for name, value in after.items()}
-    return Phase(tuple(gaps), tuple(sent), prompt_tokens, spent)
+    return Phase(tuple(gaps), tuple(sent), tuple(answered), lasted, prompt_tokens, spent)
 
 
-async def _stream(client: AsyncClient, until: float) -> list[float]:
+async def _stream(client: AsyncClient, is_over: Callable[[], bool]) -> list[float]:
     """Milliseconds between the tokens of answers one after the other; what comes in one message comes at once.
 
     Raises:
         SetupError: there were no two tokens.
     """
     gaps = list[float]()
-    while time.perf_counter() < until:
+    while not is_over():
         last = None
         async with aclosing(
             client.stream("A story of a tree:", max_tokens=STREAM_TOKENS, timeout=TIMEOUT, **_GREEDY)
@@ -188,7 +205,7 @@ async def _stream(client: AsyncClient, until: float) -> list[float]:
                     gaps += [] if last is None else [1e3 * (now - last)]
                     gaps += [0.0] * (chunk.num_tokens - 1)
                     last = now
-                if now > until:
+                if is_over():
                     break
     if not gaps:
         raise SetupError("no two tokens came in a phase: give it more seconds")
@@ -221,8 +238,8 @@ def picture(seed: int, side: int) -> bytes:
 
 
 def cost_rows(named: str, rounds: Sequence[Mapping[str, Phase]]) -> list[Row]:
-    """Figures of each round's gaps, medians over the rounds; processor time of the decoder's process for each token of
-    the stream, and of the eyes' for a picture."""
+    """Figures of each round's gaps, medians over the rounds; what the other client waits for a token; processor time of
+    the decoder's process for each token of the stream, and of the eyes' for a picture."""
     count = len(rounds)
 
     def middle(value: Callable[[Mapping[str, Phase]], float]) -> float:
@@ -246,10 +263,15 @@ def cost_rows(named: str, rounds: Sequence[Mapping[str, Phase]]) -> list[Row]:
         for what, (values, unit) in figures.items()
         for name, other in others.items()
     ]  # fmt: skip
-    pictures = middle(lambda each: len(each["images"].sent))
+    waited = of_phases(lambda phase: 1e3 * float(np.median(phase.answered or (0.0,))))
+    pictures = sum(len(each["images"].sent) for each in rounds)
     spent = middle(lambda each: 1e3 * each["images"].spent["sight"] / len(each["images"].sent))
     return [
         *rows,
-        new_row("vision_language", f"{named}/beside_images/pictures", pictures, "pictures a round", runs=count),
+        new_row(
+            "vision_language", f"{named}/beside_images/first_token", waited["images"], "ms", runs=count,
+            baseline=BESIDE["images"], baseline_value=waited["texts"],
+        ),
+        new_row("vision_language", f"{named}/beside_images/pictures", pictures, "pictures", runs=count),
         new_row("vision_language", f"{named}/beside_images/eyes_a_picture", spent, "ms of processor", runs=count),
-    ]
+    ]  # fmt: skip

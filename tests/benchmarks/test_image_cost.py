@@ -31,7 +31,14 @@ def seeing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def phase(gap: float, sent: int, llm: float, sight: float) -> Phase:
-    return Phase((gap, gap, gap, 3 * gap), (0.1,) * sent, 70, {"llm": llm, "sight": sight, "server": 0.0})
+    return Phase(
+        (gap, gap, gap, 3 * gap),
+        (0.1,) * sent,
+        (gap / 10,) * sent,
+        8.0,
+        70,
+        {"llm": llm, "sight": sight, "server": 0.0},
+    )
 
 
 def phases(slower: float = 1.0) -> Mapping[str, Phase]:
@@ -51,7 +58,9 @@ def test_images_stand_beside_texts_and_texts_beside_nothing() -> None:
     assert rows["tiny/beside_images/gap_longest"].value == 90
     assert rows["tiny/beside_images/decoder_a_token"].value == 10
     assert rows["tiny/beside_images/eyes_a_picture"].value == 800
-    assert rows["tiny/beside_images/pictures"].value == 4
+    assert rows["tiny/beside_images/pictures"].value == 12
+    waited = rows["tiny/beside_images/first_token"]
+    assert (waited.value, waited.ratio) == (3000, 1.5)
 
 
 def test_an_artifact_gets_eyes(seeing: Path) -> None:
@@ -79,6 +88,8 @@ def test_a_round_has_as_many_texts_of_as_many_tokens(seeing: Path, monkeypatch: 
     images, texts, nothing = found.values()
     assert len(images.sent) == len(texts.sent) > 0
     assert not nothing.sent
+    assert texts.lasted >= images.lasted >= 0.4
+    assert sum(images.answered) <= images.lasted
     assert images.prompt_tokens == texts.prompt_tokens > 4
     assert all(len(each.gaps) > 1 for each in found.values())
     assert images.spent["sight"] > texts.spent["sight"]
