@@ -83,7 +83,7 @@ SECTIONS = {  # a title and what "This measures"
     "decoder_search": "Search over a decoder: its layers, widths and bits for each speed; not healed, busy machine.",
     "window_search": "How far back each layer sees: what windows save in a step behind each context; busy machine.",
     "recipes": "Recipes: what whole training runs reach on held-out data, how fast, and in how much memory.",
-    "vision_language": "Images and text: what is found and answered of images never seen, beside guessing.",
+    "vision_language": "Images and text: what is answered of images never seen, and what images cost other answers.",
     "align": "Alignment: what SmolLM2 learns from conversations, pairs and its own answers, on unseen prompts.",
     "attention": "Attention: steps with sliding windows and LSH beside full attention. A name ends with its tokens.",
     "curate": "Curation of text: signatures, clusters of near duplicates, languages and rules, beside datatrove.",
