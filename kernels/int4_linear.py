@@ -11,7 +11,7 @@ for each group too, as its Q8_1:
 The sum of a group is exact. The groups are added in float32 in their order, each product rounded before it is added.
 Every implementation does just that: results are equal bit by bit on every processor and for every batch.
 
-Of W4A16 (`activation_bits` = 16) activations are h = bfloat16(x), rounded half to even:
+Of W4A16 (`activation_bits` = 16) activations are h = bfloat16(x), rounded half to even, in C++ 0 below 2^-119:
 
     y[m, n] = Σ_g ((Σ_{k in g} h[m, k] · w[n, k]) × scale[n, g] + (Σ_{k in g} h[m, k]) × middle[n, g]) + bias[n]
 

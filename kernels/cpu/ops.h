@@ -207,8 +207,9 @@ inline void quantize_each_group(const Ops& ops, const float* x, int64_t k, int64
 }
 
 // One row in the form that half_int4_panel reads: bfloat16, rounded half to even, and of each eight inputs those whose
-// weights share a word's shift side by side: 0 2, 4 6, 1 3, 5 7. With `sum` also the sum of each group of them, added up in
-// eight parts, so that every compiler and processor gives the same bits.
+// weights share a word's shift side by side: 0 2, 4 6, 1 3, 5 7. What is smaller than 2^-119 becomes 0: AVX-512's BF16
+// instruction takes subnormal numbers for 0, and sums of multiples of 2^-126 are none. With `sum` also the sum of each
+// group of them, added up in eight parts, so that every compiler and processor gives the same bits.
 inline void halve_row(const float* x, int64_t k, int64_t group, uint16_t* half, float* sum) {
     constexpr int input_of[8] = {0, 2, 4, 6, 1, 3, 5, 7};
     float part[8];
@@ -220,6 +221,7 @@ inline void halve_row(const float* x, int64_t k, int64_t group, uint16_t* half, 
             __builtin_memcpy(&bits, x + at + input_of[lane], 4);
             const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
             bits = nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+            if ((bits & 0x7fffffffu) < 0x04000000u) bits = 0;  // exponent 8 of 127 + (-119)
             half[at + lane] = static_cast<uint16_t>(bits >> 16);
             bits &= 0xffff0000u;
             float rounded;

@@ -21,8 +21,7 @@ from tests.kernels.test_int4_linear import SCALES, SHAPES, generator, random_lay
 def half_layer(
     n: int, k: int, group: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, offsets: bool = False
 ) -> PackedInt4:
-    given = random_layer(n, k, group, seed=n, dtype=dtype, bias=bias, offsets=offsets)
-    return prepack_int4(given.packed_NK8, given.scale_NG, given.bias_N, given.offset_NG, 16)
+    return random_layer(n, k, group, seed=n, dtype=dtype, bias=bias, offsets=offsets, activation_bits=16)
 
 
 def wide(x: Tensor, packed: PackedInt4) -> tuple[Tensor, Tensor]:
@@ -57,22 +56,15 @@ def test_every_instruction_set_gives_the_same_bits(
 
 
 @needs_extension
-@pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_rows_do_not_depend_on_the_batch_the_threads_or_the_parts(
-    isa: CpuExtension, threads: CpuExtension, count: int, offsets: bool
-) -> None:
-    packed, x = half_layer(577, 128, 64, offsets=offsets), torch.randn(200, 128, generator=generator(2))
+@pytest.mark.parametrize("size", [2.0**-140, 2.0**-126, 2.0**-119, 2.0**-112, 2.0**120])
+def test_tiny_and_huge_activations_give_the_same_bits_too(isa: CpuExtension, size: float) -> None:
+    """AVX-512's BF16 instruction takes subnormal inputs and sums for 0."""
+    packed, x = half_layer(65, 256, 64, offsets=True, bias=False), torch.randn(9, 256, generator=generator(3)) * size
+    found = int4_linear(x, packed)
+    isa.select_isa("scalar")
     expected = int4_linear(x, packed)
-    threads.set_num_threads(count)
-    assert packed.bias_N is not None
-    rows = [500, 1, 76]
-    split = [tensor.split(rows) for tensor in (packed.packed_NK8, packed.scale_NG, packed.bias_N)]
-    moved = [None] * 3 if packed.offset_NG is None else packed.offset_NG.split(rows)
-    parts = [(words, scale, offset, bias) for words, scale, bias, offset in zip(*split, moved, strict=True)]
-    panels = isa.prepack_int4(parts, 64, half_inputs=True)
-    for start, end in ((0, 1), (5, 7), (1, 17), (3, 66), (0, 200), (150, 199)):
-        assert torch.equal(isa.int4_linear(x[start:end], panels), expected[start:end])
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    assert bool(expected.any()) == (size > 2.0**-126)
 
 
 def test_activations_are_rounded_half_to_even(implementation: str) -> None:
@@ -80,17 +72,6 @@ def test_activations_are_rounded_half_to_even(implementation: str) -> None:
     x = torch.stack((x, x.roll(3), x * 0.7))
     one = prepack_int4(pack_int4(torch.eye(32).to(torch.int8)), torch.ones(32, 1), None, None, 16)
     assert torch.equal(int4_linear(x, one), x.bfloat16().float())
-
-
-@needs_extension
-@pytest.mark.parametrize(("m", "k", "inner"), [(1, 64, 16), (3, 32, 24), (20, 192, 150), (130, 64, 70)])
-def test_swiglu_epilogue(isa: CpuExtension, m: int, k: int, inner: int) -> None:
-    packed = half_layer(2 * inner, k, 32, offsets=True)
-    x = torch.randn(m, k, generator=generator(k)) * 2
-    gate, up = int4_linear(x, packed).double().chunk(2, dim=1)
-    expected = torch.nn.functional.silu(gate) * up
-    y = isa.int4_linear(x, isa.prepack_int4([packed.part], 32, swiglu=True, half_inputs=True))
-    assert ((y - expected).abs() <= expected.abs() * (1e-6 + 1e-7 * gate.abs()) + 1e-34).all()
 
 
 @needs_extension

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.dispatch import force_torch
-from penjing.kernels.int4_linear import PackedInt4, int4_linear, int4_linear_torch, pack_int4, prepack_int4, unpack_int4
+from penjing.kernels.int4_linear import (
+    ActivationBits,
+    PackedInt4,
+    int4_linear,
+    int4_linear_torch,
+    pack_int4,
+    prepack_int4,
+    unpack_int4,
+)
 from penjing.kernels.quantize import quantize_per_token_torch
 from tests.kernels.cpu import needs_extension, the_extension
 
@@ -41,12 +49,13 @@ def random_layer(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
     offsets: bool = False,
+    activation_bits: ActivationBits = 8,
 ) -> PackedInt4:
     g = generator(seed + 1)
     scale = (torch.rand(n, k // group, generator=g) * 0.01 + 1e-4).to(dtype)
     bias_N = torch.randn(n, generator=g) if bias else None
     offset = (torch.randn(n, k // group, generator=g) * 0.05).to(dtype) if offsets else None
-    return prepack_int4(pack_int4(random_weight(n, k, seed)), scale, bias_N, offset)
+    return prepack_int4(pack_int4(random_weight(n, k, seed)), scale, bias_N, offset, activation_bits)
 
 
 def test_words_are_those_of_compressed_tensors() -> None:
@@ -128,31 +137,34 @@ def test_sums_do_not_saturate(isa: CpuExtension, value: int, x: int) -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("m", "k", "inner"), [(1, 64, 16), (3, 32, 24), (20, 192, 150), (130, 64, 70)])
-def test_swiglu_epilogue(isa: CpuExtension, m: int, k: int, inner: int) -> None:
-    packed = random_layer(2 * inner, k, 32, seed=m)
+def test_swiglu_epilogue(isa: CpuExtension, m: int, k: int, inner: int, bits: ActivationBits) -> None:
+    packed = random_layer(2 * inner, k, 32, seed=m, activation_bits=bits)
     x = torch.randn(m, k, generator=generator(k)) * 2
-    gate, up = int4_linear_torch(x, packed).double().chunk(2, dim=1)
+    gate, up = int4_linear(x, packed).double().chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    y = isa.int4_linear(x, isa.prepack_int4([packed.part], 32, swiglu=True))
+    y = isa.int4_linear(x, isa.prepack_int4([packed.part], 32, swiglu=True, half_inputs=bits == 16))
     assert ((y - expected).abs() <= expected.abs() * (1e-6 + 1e-7 * gate.abs()) + 1e-34).all()
 
 
 @needs_extension
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_rows_do_not_depend_on_the_batch_the_threads_or_the_parts(
-    isa: CpuExtension, threads: CpuExtension, count: int, offsets: bool
+    isa: CpuExtension, threads: CpuExtension, count: int, offsets: bool, bits: ActivationBits
 ) -> None:
-    packed, x = random_layer(577, 128, 64, offsets=offsets), torch.randn(200, 128, generator=generator(2))
-    expected = int4_linear_torch(x, packed)
+    packed = random_layer(577, 128, 64, offsets=offsets, activation_bits=bits)
+    x = torch.randn(200, 128, generator=generator(2))
+    expected = int4_linear(x, packed)
     threads.set_num_threads(count)
     assert packed.bias_N is not None
     rows = [500, 1, 76]
     split = [tensor.split(rows) for tensor in (packed.packed_NK8, packed.scale_NG, packed.bias_N)]
     moved = [None] * 3 if packed.offset_NG is None else packed.offset_NG.split(rows)
     parts = [(words, scale, offset, bias) for words, scale, bias, offset in zip(*split, moved, strict=True)]
-    panels = isa.prepack_int4(parts, 64)
+    panels = isa.prepack_int4(parts, 64, half_inputs=bits == 16)
     for start, end in ((0, 1), (5, 7), (1, 17), (3, 66), (0, 200), (150, 199)):
         assert torch.equal(isa.int4_linear(x[start:end], panels), expected[start:end])
 
