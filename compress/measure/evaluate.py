@@ -20,6 +20,7 @@ from penjing.compress.measure.bootstrap import interval, resampled_means
 from penjing.compress.measure.perplexity import evaluation_windows, exponential, own_windows, streamed_losses
 from penjing.compress.samples.data import fitting_images
 from penjing.compress.samples.retrieval import Embeddings, Retrieval, embeddings, nearest, own_retrievals, retrieval_set
+from penjing.compress.sight.settings import ImageQuestions
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import ClassifierArtifact, open_classifier_artifact
 from penjing.core.checkpoint.classifier import ClassifierConfig, load_classifier
@@ -38,7 +39,7 @@ BATCH = 500
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # where a report is read
 
 
-class EvaluateSettings(SourceSettings):
+class EvaluateSettings(ImageQuestions, SourceSettings):
     """`[evaluate]`: held-out data, which nothing is calibrated or trained on."""
 
     prose_tokens: int = Field(default=8192, ge=64, description="Tokens of held-out prose, for a decoder.")
@@ -70,13 +71,6 @@ class EvaluateSettings(SourceSettings):
         ge=8,
         description="Held-out paragraphs, for a text encoder, and at most so many of each text of your own.",
     )
-    questions: tuple[str, ...] = Field(
-        default=(),
-        description="Of a decoder that sees: rows with images that it is judged by, in place of text: the share that "
-        "it answers exactly. JSON lines or Parquet as for training, or builtin:scenes-test.",
-    )
-    question_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
-    most_questions: int = Field(default=200, ge=1, description="So many of these rows, at most.")
     resamples: int = Field(default=2000, ge=100, description="Resamples of the bootstrap that gives the intervals.")
     seed: int = Field(default=0, ge=0, description="Seed of the bootstrap.")
 

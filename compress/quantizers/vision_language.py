@@ -24,6 +24,7 @@ from penjing.compress.sight.network import load_seeing
 from penjing.compress.sight.parity import measure_sight
 from penjing.compress.sight.rounding import RoundedSight, round_sight
 from penjing.compress.sight.rows import BATCH, check_scenes, images_of, read_rows, seen_text
+from penjing.compress.sight.settings import ImageQuestions, ImageRows
 from penjing.core.artifact.parity import read_parity, write_parity
 from penjing.core.artifact.transform import read_transforms
 from penjing.core.checkpoint.sight import save_sight
@@ -43,7 +44,7 @@ from penjing.train.recipe.recipe import RunRecipe
 RESIDUAL = "model.layers.0.mlp.down_proj"  # a layer whose output goes into the residual stream, as rows of images do
 
 
-class SightQuantize(decoder.DecoderQuantize):
+class SightQuantize(ImageQuestions, ImageRows, decoder.DecoderQuantize):
     """INT8 for a decoder that sees, and for what it sees with."""
 
     sight: Literal["int8", "float32"] = Field(
@@ -56,21 +57,6 @@ class SightQuantize(decoder.DecoderQuantize):
         le=1,
         description="Of a decoder that sees: SmoothQuant's alpha inside the vision transformer; 0 leaves it out.",
     )
-    rows: tuple[str, ...] = Field(
-        default=(),
-        description="Of a decoder that sees: rows with images that calibrate it beside the text, JSON lines or Parquet "
-        "as for training, or builtin:scenes. None named: those of [data]; without these its eyes are rounded to "
-        "nearest.",
-    )
-    row_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
-    most_rows: int = Field(default=128, ge=1, description="So many rows calibrate, at most.")
-    questions: tuple[str, ...] = Field(
-        default=(),
-        description="Of a decoder that sees: rows with images that are asked before and after, JSON lines or Parquet "
-        "as for training, or builtin:scenes-test.",
-    )
-    question_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
-    most_questions: int = Field(default=200, ge=1, description="So many rows are asked, at most.")
 
 
 def check(source: Path, step: SightQuantize, data: DataSettings) -> None:

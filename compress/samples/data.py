@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penjing.compress.samples.own import OWN, OwnTexts, own_texts
 from penjing.compress.samples.retrieval import calibration_paragraphs, own_paragraphs
 from penjing.compress.samples.text import decoder_windows
+from penjing.compress.sight.settings import ImageRows
 from penjing.core.checkpoint.classifier import ClassifierConfig, classifier_config
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
@@ -36,7 +37,7 @@ from penjing.train.sources.images import Wanted, load_images
 from penjing.train.sources.settings import SourceSettings, TrainingSource
 
 
-class DataSettings(TrainingSource):
+class DataSettings(ImageRows, TrainingSource):
     """`[data]`: the samples that a network is looked at with while it is compressed, never those of `[evaluate]`."""
 
     images: int = Field(
@@ -63,13 +64,6 @@ class DataSettings(TrainingSource):
     own_texts: OwnTexts = Field(default=OwnTexts(), description='What a decoder writes for "builtin:own".')
     batch_windows: int = Field(default=4, ge=1, description="Windows that run at a time.")
     texts: int = Field(default=128, ge=8, description="Paragraphs, for a text encoder.")
-    rows: tuple[str, ...] = Field(
-        default=(),
-        description="Of a decoder that sees: rows with images by which it is chosen what leaves, in place of text, and "
-        "which calibrate it; JSON lines or Parquet as for training, or builtin:scenes.",
-    )
-    row_images: Path = Field(default=Path(), description="Folder of the images that these rows name.")
-    most_rows: int = Field(default=128, ge=1, description="So many of these rows, at most.")
 
     @model_validator(mode="after")
     def _whole_windows(self) -> DataSettings:

@@ -91,3 +91,12 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
+
+
+def write_asked(folder: Path, name: str, seeds: range) -> None:
+    """Rows of one picture each, a question about it and its answer, in the file `name`."""
+    rows = list[dict[str, Any]]()
+    for seed in seeds:
+        (folder / f"{seed}.png").write_bytes(encoded(picture(seed)))
+        rows.append({"prompt": f"<image>what {seed}?", "completion": " a bag", "images": [f"{seed}.png"]})
+    (folder / name).write_text("\n".join(map(json.dumps, rows)) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,14 @@ from penjing.core.errors import ConfigError
 from penjing.core.family import family_of
 from penjing.train.objective.answers import Answers
 from penjing.train.objective.objective import IGNORED
-from tests.serve.seeing import ROWS, TOKEN_ID, encoded, picture, write_seeing
+from tests.serve.seeing import ROWS, TOKEN_ID, write_asked, write_seeing
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("seeing")
     write_seeing(made, tied=True)
-    rows = []
-    for seed in range(8):
-        (made / f"{seed}.png").write_bytes(encoded(picture(seed)))
-        rows.append({"prompt": f"<image>what {seed}?", "completion": " a bag", "images": [f"{seed}.png"]})
-    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    write_asked(made, "rows.jsonl", range(8))
     return made
 
 

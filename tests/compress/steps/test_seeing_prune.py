@@ -24,7 +24,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
-from tests.serve.seeing import ROWS, TOKEN, TOKEN_ID, encoded, picture, write_llava, write_seeing
+from tests.serve.seeing import ROWS, TOKEN, TOKEN_ID, encoded, picture, write_asked, write_llava, write_seeing
 from tests.serve.tiny import DEFAULTS, run_all
 
 
@@ -32,12 +32,8 @@ from tests.serve.tiny import DEFAULTS, run_all
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("seeing")
     write_seeing(made, tied=True)
-    rows = []
-    for seed in range(12):
-        (made / f"{seed}.png").write_bytes(encoded(picture(seed)))
-        rows.append({"prompt": f"<image>what {seed}?", "completion": " a bag", "images": [f"{seed}.png"]})
-    for name, taken in (("rows.jsonl", rows[:8]), ("asked.jsonl", rows[8:])):
-        (made / name).write_text("\n".join(map(json.dumps, taken)) + "\n")
+    write_asked(made, "rows.jsonl", range(8))
+    write_asked(made, "asked.jsonl", range(8, 12))
     return made
 
 
