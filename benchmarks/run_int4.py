@@ -30,6 +30,8 @@ from penjing.kernels.cpu.packing import Panels
 INPUTS, GROUP = 2048, 64
 COLD_OUTPUTS = (128 << 20) // INPUTS
 EIGHT = "INT8 layer of the same shape"
+FOUR, HALF = "int4_linear", "int4_linear_bf16"  # of activations in INT8 and in bfloat16
+BESIDE = {FOUR: EIGHT, HALF: "the same layer with INT8 activations"}
 EIGHT_STEP = "the INT8 artifact"
 
 
@@ -81,35 +83,37 @@ def row(
     )
 
 
-def random_int4(kernels: CpuExtension, outputs: int, inputs: int) -> Panels:
+def random_int4(kernels: CpuExtension, outputs: int, inputs: int, half_inputs: bool = False) -> Panels:
     generator = torch.Generator().manual_seed(inputs)
     words = torch.randint(-(1 << 31), (1 << 31) - 1, (outputs, inputs // 8), dtype=torch.int32, generator=generator)
     scales = (torch.rand(outputs, inputs // GROUP, generator=generator) * 0.01).bfloat16()
-    return kernels.prepack_int4([(words, scales, None, None)], GROUP)
+    return kernels.prepack_int4([(words, scales, None, None)], GROUP, half_inputs=half_inputs)
 
 
 def few_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
     """Weights a second of layers of few rows on cold weights; the limit of one row is reading its bytes."""
     eight = kernels.prepack_int8(random_int8(COLD_OUTPUTS, INPUTS, seed=0), torch.rand(COLD_OUTPUTS))
-    four = random_int4(kernels, COLD_OUTPUTS, INPUTS)
+    fours = {name: random_int4(kernels, COLD_OUTPUTS, INPUTS, name == HALF) for name in (FOUR, HALF)}
     weights, few = COLD_OUTPUTS * INPUTS / 1e9, (1, 2, 4, 8, 16)
     cases = {READ: reading(kernels)}
     for m in few:
         x = torch.randn(m, INPUTS)
-        cases[f"four {m}"] = Case(lambda x=x: kernels.int4_linear(x, four), weights, 2)
+        for name, four in fours.items():
+            cases[f"{name} {m}"] = Case(lambda x=x, four=four: kernels.int4_linear(x, four), weights, 2)
         cases[f"eight {m}"] = Case(lambda x=x: kernels.int8_linear(x, eight), weights, 2)
     rate = Rounds(cases, rounds).rate
-    limit = rate[READ] / (four.memory.nbytes / weights / 1e9)
+    limit = rate[READ] / (fours[FOUR].memory.nbytes / weights / 1e9)
     return [
         row(
-            f"int4_linear_{m}_rows",
-            rate[f"four {m}"],
+            f"{name}_{m}_rows",
+            rate[f"{name} {m}"],
             "Gweights/s",
             rounds,
-            EIGHT,
-            rate[f"eight {m}"],
-            rate[f"four {m}"] / limit if m == 1 else None,
+            BESIDE[name],
+            rate[f"{'eight' if name == FOUR else FOUR} {m}"],
+            rate[f"{name} {m}"] / limit if m == 1 else None,
         )
+        for name in fours
         for m in few
     ]
 
@@ -120,14 +124,24 @@ def many_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
     shapes = [(128, 576, 3072), (512, 576, 3072), (512, 1536, 576)]
     for m, k, n in shapes:
         x, work = torch.randn(m, k), 2e-9 * m * k * n
-        eight, four = kernels.prepack_int8(random_int8(n, k, seed=k), torch.rand(n)), random_int4(kernels, n, k)
-        cases[f"four {m}x{k}x{n}"] = Case(lambda x=x, four=four: kernels.int4_linear(x, four), work, 1)
+        eight = kernels.prepack_int8(random_int8(n, k, seed=k), torch.rand(n))
+        for name in (FOUR, HALF):
+            four = random_int4(kernels, n, k, name == HALF)
+            cases[f"{name} {m}x{k}x{n}"] = Case(lambda x=x, four=four: kernels.int4_linear(x, four), work, 1)
         cases[f"eight {m}x{k}x{n}"] = Case(lambda x=x, eight=eight: kernels.int8_linear(x, eight), work, 1)
     rate = Rounds(cases, 4 * rounds).rate
-    names = [f"{m}x{k}x{n}" for m, k, n in shapes]
+    sizes = [f"{m}x{k}x{n}" for m, k, n in shapes]
     return [
-        row(f"int4_linear_{name}", rate[f"four {name}"], "GOP/s", 4 * rounds, EIGHT, rate[f"eight {name}"])
-        for name in names
+        row(
+            f"{name}_{size}",
+            rate[f"{name} {size}"],
+            "GOP/s",
+            4 * rounds,
+            BESIDE[name],
+            rate[f"{'eight' if name == FOUR else FOUR} {size}"],
+        )
+        for name in (FOUR, HALF)
+        for size in sizes
     ]
 
 
