@@ -32,7 +32,8 @@ def evaluate_seeing(folder: Path, model: Path, settings: EvaluateSettings, progr
     if not settings.questions:
         return evaluate_decoder(folder, model, settings, progress)
     config = vision_language_config(model)
-    asked = read_rows(model, config, settings.questions, settings.question_images, settings.most_questions, progress)
+    named = settings.questions, settings.question_images, settings.most_questions
+    asked = read_rows(model, config, *named, "evaluate.questions", progress)
     progress.start("questions about images", len(asked))
     return accuracy(answered_exactly(load_seeing(folder), asked, progress), settings)
 

@@ -78,7 +78,8 @@ def quantize(
     calibrating = step if step.rows else data
     if calibrating.rows:
         named = calibrating.rows, calibrating.row_images, calibrating.most_rows
-        rows = read_rows(places.source, whole.config, *named, progress)
+        setting = "the step's rows" if step.rows else "data.rows"
+        rows = read_rows(places.source, whole.config, *named, setting, progress)
         images = images_of(rows)
         seen = seen_text(rows, images, sight, whole.config.decoder.vocab_size, data.window)
     eyes: RoundedSight | None = None
@@ -118,7 +119,8 @@ def quantize(
     write_manifest(places.partial, "artifact", manifest.created_by, manifest.extra)
     if not step.questions:
         return record
-    asked = read_rows(places.source, whole.config, step.questions, step.question_images, step.most_questions, progress)
+    named = step.questions, step.question_images, step.most_questions
+    asked = read_rows(places.source, whole.config, *named, "the step's questions", progress)
     return record | {"images": compared(whole, load_seeing(places.partial), asked, progress)}
 
 

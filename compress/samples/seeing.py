@@ -55,5 +55,5 @@ def seeing_samples(folder: Path, settings: DataSettings, progress: Progress) -> 
     if not settings.rows:
         return text
     config = vision_language_config(folder)
-    rows = read_rows(folder, config, settings.rows, settings.row_images, settings.most_rows, progress)
+    rows = read_rows(folder, config, settings.rows, settings.row_images, settings.most_rows, "data.rows", progress)
     return SightData(rows, text)

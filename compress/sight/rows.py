@@ -26,9 +26,18 @@ BATCH = 8  # images at a time
 
 
 def read_rows(
-    folder: Path, config: VisionLanguageConfig, named: Sequence[str], images: Path, most: int, progress: Progress
+    folder: Path,
+    config: VisionLanguageConfig,
+    named: Sequence[str],
+    images: Path,
+    most: int,
+    setting: str,
+    progress: Progress,
 ) -> SightedRows:
     """The first `most` of the rows with images that `named` names, in the tokens of the model in `folder`.
+
+    Args:
+        setting: what names them in the recipe.
 
     Raises:
         ConfigError: scenes for a model that takes images of another size.
@@ -48,7 +57,7 @@ def read_rows(
     )
     rows: list[Sighted] = []
     if files := [each for each in named if each not in SCENES]:
-        rows += take_rows(files, writer.row, 0.0, progress)[0]
+        rows += take_rows(files, writer.row, 0.0, progress, setting=setting)[0]
     for name in (each for each in named if each in SCENES):
         rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress)[:most])
     return SightedRows(rows[:most], 0, pixels_of(config))

@@ -18,7 +18,7 @@ COMPARED = 4  # wrong answers to each sum
 _OFF = (-10, -2, -1, 1, 2, 10)  # a wrong answer is as long as the right one, or nearly
 
 
-def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]:
+def builtin_rows(source: str, named: str = "data.sources") -> Iterator[dict[str, Any]]:
     """The rows of `source`, conversations, pairs and prompts in one: each has "messages", "prompt", "chosen",
     "rejected" and "answer".
 
@@ -27,7 +27,7 @@ def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]
             the answer is "42". "builtin:sums-compared": each of these four times, every time with the answer of another
             sum as the wrong one, which is more easily told from the right one. "builtin:questions": see
             `penjing.train.chat.questions`; only "prompt".
-        section: of the recipe, which messages name.
+        named: the setting that names it, for messages.
 
     Raises:
         InputError: there is no such source.
@@ -36,7 +36,7 @@ def builtin_rows(source: str, section: str = "data") -> Iterator[dict[str, Any]]
         yield from questions()
         return
     if source not in BUILTIN:
-        raise InputError(f"{section}.sources: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
+        raise InputError(f"{named}: {source!r} is unknown; choose {', '.join(BUILTIN)}, a file or a folder")
     numbers = range(1, _LARGEST + 1)
     chosen = sorted(product(numbers, numbers), key=lambda each: name_place(f"order {each}"))[:SUMS]
     for a, b in chosen:

@@ -66,6 +66,7 @@ def take_rows(
     most_bad: float,
     progress: Progress,
     section: str = "data",
+    setting: str = "",
 ) -> tuple[list[T], Taken]:
     """What `take` makes of each row of `sources`, in their order; what became of the others is counted and told.
 
@@ -74,6 +75,7 @@ def take_rows(
         take: raises `RowError`, `RequestError` or `TooLongError` for a row that it leaves out.
         most_bad: a larger share of bad rows is an error.
         section: of the recipe, which messages name.
+        setting: which names the sources, where that is not `section`.sources; all its rows are to be good.
 
     Raises:
         InputError: a source is missing, empty or damaged; too many rows are bad; or none is left.
@@ -83,9 +85,9 @@ def take_rows(
     if isinstance(sources, Iterator):
         named, known, size, rows = section, "", 0, sources
     else:
-        named, known = f"{section}.sources", f" {list(sources)}"
-        size = sum(path.stat().st_size for each in sources for path in _files(each, section))
-        rows = (row for source in sources for row in _rows(source, progress, section))
+        named, known = setting or f"{section}.sources", f" {list(sources)}"
+        size = sum(path.stat().st_size for each in sources for path in _files(each, named))
+        rows = (row for source in sources for row in _rows(source, progress, named))
     progress.start("reading conversations", size)
     for where, row in rows:
         try:
@@ -100,37 +102,34 @@ def take_rows(
     read = taken.count + taken.too_long + len(taken.bad)
     if taken.bad and len(taken.bad) > most_bad * read:
         raise InputError(
-            f"{named}: {len(taken.bad)} of {read} rows are bad: {taken.places()}; correct them, or raise "
-            f"{section}.most_damaged to leave them out"
+            f"{named}: {len(taken.bad)} of {read} rows are bad: {taken.places()}; correct them"
+            + ("" if setting else f", or raise {section}.most_damaged to leave them out")
         )
     if not kept:
+        others = "raise data.sequence_length" if section == "data" else "lower data.max_tokens"
         raise InputError(
-            f"{named}{known} leave nothing to learn from: {taken}; give other data, or "
-            + ("raise data.sequence_length" if section == "data" else "lower data.max_tokens")
+            f"{named}{known} leave nothing to learn from: {taken}; give other data"
+            + ("" if setting else f", or {others}")
         )
     progress.note(f"{named}: {taken}")
     return kept, taken
 
 
-def _files(source: str, section: str) -> list[Path]:
+def _files(source: str, named: str) -> list[Path]:
     if _is_builtin(source):
         return []
     path = Path(source)
     if not path.exists():
         raise InputError(
-            f"{section}.sources: {source} does not exist; name a .jsonl or .parquet file, a folder of them, or "
+            f"{named}: {source} does not exist; name a .jsonl or .parquet file, a folder of them, or "
             f"{', '.join(BUILTIN)}"
         )
     files = [each for each in files_below(path) if each == path or form_of(each) in (*LINES, *TABLES)]
     if not files:
-        raise InputError(
-            f"{section}.sources: {source} holds no {', '.join((*LINES, *TABLES))} file; name a folder of them"
-        )
+        raise InputError(f"{named}: {source} holds no {', '.join((*LINES, *TABLES))} file; name a folder of them")
     for each in files:
         if form_of(each) not in (*LINES, *TABLES):
-            raise InputError(
-                f"{section}.sources: {each} is no {', '.join((*LINES, *TABLES))} file, which rows come from"
-            )
+            raise InputError(f"{named}: {each} is no {', '.join((*LINES, *TABLES))} file, which rows come from")
     return files
 
 
@@ -138,14 +137,14 @@ def _is_builtin(source: str) -> bool:
     return source.startswith("builtin:")
 
 
-def _rows(source: str, progress: Progress, section: str) -> Iterator[tuple[str, Row | str]]:
+def _rows(source: str, progress: Progress, named: str) -> Iterator[tuple[str, Row | str]]:
     """(Where, the row, or what is wrong with it) of each."""
     if _is_builtin(source):
-        for number, row in enumerate(builtin_rows(source, section), 1):
+        for number, row in enumerate(builtin_rows(source, named), 1):
             yield f"{source}, row {number}", row
-    for file in _files(source, section):
+    for file in _files(source, named):
         if form_of(file) in TABLES:
-            for number, row in enumerate(_table(file, section), 1):
+            for number, row in enumerate(_table(file, named), 1):
                 yield f"{file}, row {number}", row
             progress.advance(file.stat().st_size)
             continue
@@ -156,7 +155,7 @@ def _rows(source: str, progress: Progress, section: str) -> Iterator[tuple[str, 
                     if raw.strip():
                         yield f"{file}, line {number}", _of_line(raw)
         except (OSError, EOFError) as error:
-            raise InputError(f"{section}.sources: {file} cannot be read: {error}; get it again") from error
+            raise InputError(f"{named}: {file} cannot be read: {error}; get it again") from error
 
 
 def _of_line(raw: bytes) -> Row | str:
@@ -167,7 +166,7 @@ def _of_line(raw: bytes) -> Row | str:
     return row if isinstance(row, dict) else "it is no JSON object"
 
 
-def _table(file: Path, section: str) -> Iterator[Row]:
+def _table(file: Path, named: str) -> Iterator[Row]:
     arrow = arrow_module("", file)
     try:
         if form_of(file) == ".parquet":
@@ -179,7 +178,7 @@ def _table(file: Path, section: str) -> Iterator[Row]:
             for batch in arrow.ipc.open_stream(stream):
                 yield from map(_without_nulls, batch.to_pylist())
     except (arrow.ArrowException, OSError) as error:
-        raise InputError(f"{section}.sources: {file} cannot be read: {error}; get it again") from error
+        raise InputError(f"{named}: {file} cannot be read: {error}; get it again") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -275,3 +275,27 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path, tmp_path: Path, tiny
         with pytest.raises(error, match=said):
             run_recipe(recipe)
     assert loaded(folder).config.vision.intermediate_size == 24
+
+
+@pytest.mark.parametrize(("section", "key", "images"), [("data", "rows", "row"), ("evaluate", "questions", "question")])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("", r" \[.*\] leave nothing to learn from: 0 rows; give other data$"),
+        ("{", "1 of 1 rows are bad: .*line 1: it is no JSON .*; correct them$"),
+        (
+            json.dumps({"prompt": f"{TOKEN}x", "completion": "y", "images": ["none.png"]}),
+            "none.png is no file; correct",
+        ),
+    ],
+)
+def test_damaged_rows_are_refused_by_the_setting_that_names_them(
+    folder: Path, tmp_path: Path, section: str, key: str, images: str, row: str, message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(row)
+    given = {key: [str(tmp_path / "rows.jsonl")], f"{images}_images": str(folder)}
+    recipe = values(folder, tmp_path / "out", prune("vision_ffn", method="activation"))
+    recipe[section] |= given
+    with pytest.raises(InputError, match=rf"^{section}\.{key}:?.*{message}"):
+        run_recipe(recipe)
+    assert not (tmp_path / "out").exists()
