@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
-from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
+from penjing.kernels.rounding import INT8_LIMIT, divided, round_clamp_
 
 LEVELS = 255  # steps between the least and the largest of a row that has a zero point
 
@@ -38,7 +38,7 @@ def quantize_per_token_torch(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     """The reference of `quantize_per_token`."""
     x_MK = x_MK.to(torch.float32)
     # Two reductions: the infinity norm is one and takes nine times as long.
-    scale_M = torch.maximum(x_MK.amax(dim=1), -x_MK.amin(dim=1)) / INT8_LIMIT
+    scale_M = divided(torch.maximum(x_MK.amax(dim=1), -x_MK.amin(dim=1)), INT8_LIMIT)
     scale_M.masked_fill_(scale_M == 0, 1.0)
     return round_clamp_(x_MK / scale_M[:, None]).to(torch.int8), scale_M
 
@@ -59,7 +59,7 @@ def quantize_above(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """
     x_MK = x_MK.to(torch.float32)
     below_M = (-x_MK.amin(dim=1)).clamp_(min=0)
-    scale_M = (x_MK.amax(dim=1).clamp_(min=0) + below_M) / LEVELS
+    scale_M = divided(x_MK.amax(dim=1).clamp_(min=0) + below_M, LEVELS)
     scale_M.masked_fill_(scale_M == 0, 1.0)
     zero_M = (below_M / scale_M).round_().nan_to_num_(nan=128.0) - 128
     q_MK = (x_MK / scale_M[:, None]).round_().add_(zero_M[:, None]).clamp_(-128, 127)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from penjing.kernels.dispatch import gpu_kernels
-from penjing.kernels.rounding import INT8_LIMIT
+from penjing.kernels.rounding import INT8_LIMIT, divided
 
 CHUNK = 2048
 _MASK = 0xFFFFFFFF
@@ -83,7 +83,7 @@ def quantize_gradient_torch(gradient: torch.Tensor, seed: int, chunk: int) -> to
     values = gradient.detach().reshape(-1).to(torch.float32)
     num_chunks = -(-values.numel() // chunk)
     values = torch.nn.functional.pad(values, (0, num_chunks * chunk - values.numel())).view(num_chunks, chunk)
-    scale_C = values.abs().amax(1) / INT8_LIMIT if num_chunks else values.new_zeros(0)
+    scale_C = divided(values.abs().amax(1), INT8_LIMIT) if num_chunks else values.new_zeros(0)
     scale_C = torch.where(scale_C == 0, 1.0, scale_C)
     scale_C = torch.where(scale_C.isfinite(), scale_C, torch.nan)
     counter = torch.arange(num_chunks * chunk, device=values.device).view(num_chunks, chunk)
@@ -101,7 +101,7 @@ def dequantize_gradient_torch(packed_WB: torch.Tensor, num_values: int, chunk: i
         # A copy: views as float32 must start at a multiple of four bytes of the storage.
         scale_C = row[num_chunks * chunk :].clone().view(torch.float32)
         total += codes * scale_C[:, None]
-    return (total / len(packed_WB)).flatten()[:num_values]
+    return divided(total, len(packed_WB)).flatten()[:num_values]
 
 
 def uniform(counter: torch.Tensor, seed: int) -> torch.Tensor:
