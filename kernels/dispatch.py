@@ -90,9 +90,9 @@ def gpu_kernels(operation: str, *tensors: torch.Tensor) -> ModuleType | None:
     """The module `penjing.kernels.gpu.OPERATION`, if the Triton language is not switched off and can take `tensors`.
 
     All tensors must lie on a CUDA device that `cuda_refusal` accepts, or on the CPU within `force_triton_language()`.
-    `torch.compile` sees torch alone here too.
+    `torch.compile` sees torch alone here too, and tensors without data have nothing to read.
     """
-    if torch.compiler.is_compiling() or _forced.get():
+    if torch.compiler.is_compiling() or _forced.get() or any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
     device = "cpu" if _interpreted.get() else "cuda"
     if any(tensor.device.type != device for tensor in tensors):

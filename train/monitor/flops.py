@@ -21,6 +21,7 @@ _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _cpu_attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
+    k, v = (torch.Size((*x[:1], q[1], *x[2:])) for x in (k, v))  # heads that several queries share come as they are
     return sdpa_flop(q, k, v)
 
 

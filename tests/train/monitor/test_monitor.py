@@ -15,7 +15,7 @@ from penjing.core.errors import SetupError
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
 from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
-from penjing.train.monitor.flops import forward_flops, peak_flops
+from penjing.train.monitor.flops import _cpu_attention_flops, forward_flops, peak_flops
 from penjing.train.monitor.monitor import ActivationRanges, Monitor, MonitorConfig, open_sinks
 from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, TensorBoard
 from penjing.train.monitor.summary import summary
@@ -248,3 +248,8 @@ def test_a_full_disk_is_one_error_of_each_sink(tmp_path: Path) -> None:
         f"cannot write {tmp_path}/{name}/x: the disk is full; free some space and run again"
         for name in ("JsonLines", "TensorBoard")
     ]
+
+
+def test_attention_of_shared_heads_is_counted_for_each_query() -> None:
+    q, shared = torch.Size((1, 4, 8, 16)), torch.Size((1, 2, 8, 16))
+    assert _cpu_attention_flops(q, shared, shared) == _cpu_attention_flops(q, q, q) == 2 * 2 * 4 * 8 * 8 * 16
