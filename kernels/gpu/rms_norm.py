@@ -16,6 +16,7 @@ from penjing.kernels.gpu.rows import (
     COMMON_COLUMNS,
     NAMES,
     TILES,
+    Tile,
     as_rows,
     cdiv,
     num_processors,
@@ -27,7 +28,8 @@ from penjing.kernels.gpu.rows import (
 __all__ = ["add_rms_norm", "rms_norm", "rms_norm_quantize", "takes"]
 
 # Programs a multiprocessor in the backward pass: each sums its rows' weight gradients, and those sums are added after.
-BACKWARD_PROGRAMS = 4
+BACKWARD_PROGRAMS = 2
+BACKWARD_VALUES = 16  # of a thread: of two tensors and the sum of the weight's gradients
 
 
 def rms_norm(x: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:
@@ -137,9 +139,13 @@ def _backward(
         x_MK.stride(0),
         tile.rows,
         tile.columns,
-        num_warps=tile.num_warps,
+        num_warps=_backward_warps(tile),
     )
     return dx_MK.view(total.shape), partial_PK.sum(0).to(weight_K.dtype)
+
+
+def _backward_warps(tile: Tile) -> int:
+    return min(max(tile.num_warps, tile.rows * tile.columns // (32 * BACKWARD_VALUES)), 32)
 
 
 def variants() -> Iterator[Variant]:
@@ -150,7 +156,7 @@ def variants() -> Iterator[Variant]:
         for x, weight in pairs:
             y = "fp32" if "fp32" in (x, weight) else x
             rare = (x, weight) != ("bf16", "bf16") or tile.columns not in COMMON_COLUMNS
-            shared = {"num_warps": tile.num_warps, "full": rare}
+            forward, shared = {"num_warps": tile.num_warps}, {"full": rare}
             for residual in (False, True):
                 for quantize in (False, True):
                     yield Variant(
@@ -165,6 +171,7 @@ def variants() -> Iterator[Variant]:
                         | ({"residual": f"*{x}:16"} if residual else {}),
                         constants=constants | {"QUANTIZE": quantize} | ({} if residual else {"residual": None}),
                         hot=tile.columns <= 16384,  # beyond, up to 144 bytes a thread spill
+                        **forward,
                         **shared,
                     )
                 yield Variant(
@@ -176,6 +183,7 @@ def variants() -> Iterator[Variant]:
                     | ({"dtotal": f"*{x}:16"} if residual else {}),
                     constants=constants | ({} if residual else {"dtotal": None}),
                     hot=tile.columns <= 8192,  # beyond, a thread keeps two rows' values and spills 56 bytes and more
+                    num_warps=_backward_warps(tile),
                     **shared,
                 )
 

@@ -16,7 +16,9 @@ import triton.language as tl
 from penjing.kernels.gpu.registry import Variant
 from penjing.kernels.gpu.rows import DTYPES, NAMES, cdiv, has_nan, round_int8, scale_of
 
-HEADS, NUM_WARPS = 4, 2  # heads of one program: 8 values a thread at head_dim 128
+# Heads of one program: of an H100's bandwidth 16 take 92 % where 4 take 78. Beside keys and values, which are fewer,
+# more than 8 stand idle: 81 % with 8, 55 with 16.
+ROTATED_HEADS, HEADS, NUM_WARPS = 16, 8, 2
 MAX_ROTATED_DIM = 512
 
 
@@ -99,7 +101,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
     x_THD = _heads_contiguous(x.reshape(-1, *x.shape[-2:]))
     num_tokens, num_heads, head_dim = x_THD.shape
     y_THD = torch.empty(x_THD.shape, dtype=x.dtype, device=x.device)
-    rotate_kernel[(num_tokens, cdiv(num_heads, HEADS))](
+    rotate_kernel[(num_tokens, cdiv(num_heads, ROTATED_HEADS))](
         x_THD,
         cos.reshape(-1, head_dim // 2).contiguous(),
         sin.reshape(-1, head_dim // 2).contiguous(),
@@ -110,7 +112,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
         inverse,
         head_dim // 2,
         triton.next_power_of_2(head_dim // 2),
-        HEADS,
+        ROTATED_HEADS,
         num_warps=NUM_WARPS,
     )
     return y_THD.view(x.shape)
@@ -134,7 +136,7 @@ def variants() -> Iterator[Variant]:
                     arguments=angles
                     | {"x": f"*{name}:16", "y": f"*{name}:16", "heads": "i32"}
                     | {"token_stride": "i32:16", "head_stride": "i32:16"},
-                    constants=constants | {"INVERSE": inverse},
+                    constants=constants | {"INVERSE": inverse, "HEADS": ROTATED_HEADS},
                     **common,
                 )
             for pages in (name, "i8"):

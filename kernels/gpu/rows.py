@@ -14,7 +14,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 # Columns (a power of two) → rows of a tile, warps. About 2048 values a tile until one row has more: enough loads in
-# flight to fill the memory's latency, and no more than 32 values a thread.
+# flight to fill the memory's latency, and no more than 32 values a thread. An H100 quantizes rows of 4096 at 2.78 TB/s
+# with 32 values a thread, at 2.74 with 16 and at 2.17 with 8.
 _TILES = {
     64: (32, 4),
     128: (16, 4),
@@ -22,8 +23,8 @@ _TILES = {
     512: (4, 4),
     1024: (2, 4),
     2048: (1, 4),
-    4096: (1, 8),
-    8192: (1, 16),
+    4096: (1, 4),
+    8192: (1, 8),
     16384: (1, 16),
     32768: (1, 32),
 }

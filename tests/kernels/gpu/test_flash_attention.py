@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
+from penjing.kernels.gpu.flash_attention import precision_of
 from tests.kernels.gpu.error_rule import assert_as_close_as_torch
 
 DTYPES = [torch.float32, torch.float16]
@@ -74,6 +75,21 @@ def test_attention_and_gradients(gpu_device: str, shape: tuple, dtype: torch.dty
 
     for name, mine, same, exact in zip(NAMES, found, explicit(dtype), explicit(torch.double), strict=True):
         assert_as_close_as_torch(name, mine, same, exact)
+
+
+def test_float32_is_shortened_where_torch_shortens_its_own(gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of TF32 have 10 bits behind the point; the interpreter computes them in float32."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (random((1, 70, 2, 64), torch.float32, gpu_device, generator) for _ in range(3))
+    grad = random(q.shape, torch.float32, gpu_device, generator).detach()
+    exact = gradients(flash_attention(q, k, v), grad, q, k, v)
+    assert precision_of(torch.float32) == "ieee"
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert [precision_of(dtype) for dtype in (torch.float32, torch.bfloat16)] == ["tf32", "ieee"]
+    for name, mine, wanted in zip(NAMES, gradients(flash_attention(q, k, v), grad, q, k, v), exact, strict=True):
+        largest = (mine - wanted).abs().max().item()
+        assert largest <= 5e-3 * wanted.abs().max().item(), name
+        assert largest > 1e-6 or gpu_device == "cpu"  # nothing else would be as near
 
 
 @pytest.mark.parametrize("window", [None, 19])
