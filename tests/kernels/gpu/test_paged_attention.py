@@ -151,5 +151,5 @@ def test_a_segment_is_whole_key_blocks(gpu_device: str) -> None:
     drawn = [draw_sequence(20, 1, 2, 1, 16, seed=0)]
     with force_torch():
         cache = Cache(drawn, 16, seed=8)
-    with pytest.raises(ValueError, match=re.escape("segment_keys=100; a multiple of 32")):
+    with pytest.raises(ValueError, match=re.escape("segment_keys=100; a multiple of 64")):
         attend(cache, drawn, None, gpu_device, 100)
