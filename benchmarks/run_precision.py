@@ -78,6 +78,8 @@ def main() -> int:
         for metric, unit, values in (("loss", "nats", losses), ("step", "s", seconds)):
             if metric == "loss" or mode not in not_here():
                 against = {} if mode == baseline else {"baseline": baseline, "baseline_value": values[baseline]}
+                if torch.cuda.is_available():
+                    against["device"] = torch.cuda.get_device_name()
                 name = f"{arguments.prefix}{metric}_{mode}"
                 rows.append(new_row("precision", name, values[mode], unit, runs=1, **against))  # pyright: ignore[reportArgumentType]
     if not arguments.prefix:

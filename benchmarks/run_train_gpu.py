@@ -1,4 +1,4 @@
-"""Measure training of a decoder of 1.1 B parameters on a CUDA device: MFU in bfloat16, what other modes gain.
+"""Measure training of a decoder of 1.1 B parameters on a CUDA device: MFU in bfloat16, other modes and a peer.
 
     python benchmarks/run_train_gpu.py              # appends rows to benchmarks/results/train.jsonl
     python benchmarks/run_train_gpu.py --no-compile
@@ -19,10 +19,11 @@ from lib.train_contestants import DecoderBench, interleave, make_shards, steps_o
 
 from penjing.core.cli import guarded
 from penjing.core.models.config import DecoderConfig
-from penjing.train.monitor.flops import forward_flops, peak_flops
+from penjing.core.models.decoder import Decoder
+from penjing.train.monitor.flops import model_flops, peak_flops
 from penjing.train.objective.objective import CrossEntropy
 
-LENGTH, BATCH, STEPS = 2048, 8, 4
+LENGTH, BATCH, STEPS = 2048, 4, 4  # contestants with the state of their optimizers share the memory
 MODEL = {
     "vocab_size": 32768,
     "hidden_size": 2048,
@@ -59,23 +60,30 @@ def measure(scratch: Path, turns: int, compiled: bool) -> list[Row]:
     device = torch.device("cuda")
     config = DecoderConfig.model_validate(MODEL)
     bench = DecoderBench(config, make_shards(scratch / "shards", config.vocab_size), LENGTH, BATCH, device)
-    example = {name: tensor.to(device) for name, tensor in next(bench.stream()).items()}
-    flops = 3 * forward_flops(bench.model(), CrossEntropy(), example)
+    example = next(bench.stream())
+    flops = 3 * model_flops(lambda: Decoder(config), CrossEntropy(), example)
     major, minor = torch.cuda.get_device_capability(device)
-    contestants = {
-        "fp32": steps_of(bench.trainer("fp32")),
-        "bf16": steps_of(bench.trainer("bf16", compiled=compiled)),
-    }
-    if has_fp8 := 10 * major + minor >= 89:
+    has_fp8 = 10 * major + minor >= 89
+    contestants = {"tf32": steps_of(bench.trainer("tf32")), "bf16": steps_of(bench.trainer("bf16", compiled=compiled))}
+    if has_fp8:
         contestants["fp8"] = steps_of(bench.trainer("bf16", policy=FP8, compiled=compiled))
     # The loop reads the loss of each step, which waits for the device: a step's time is the device's.
     times = interleave(contestants, turns, STEPS)
+    contestants.clear()
+    torch.cuda.empty_cache()
+    peer = {
+        "bf16": steps_of(bench.trainer("bf16", compiled=compiled)),
+        "peer": bench.plain(bench.transformers_model(), "bf16"),
+    }
+    beside = {name: LENGTH * BATCH / seconds for name, seconds in interleave(peer, turns, STEPS).items()}
     rate = {name: LENGTH * BATCH / seconds for name, seconds in times.items()}
     peak, origin = peak_flops(device, torch.bfloat16)
+    name = torch.cuda.get_device_name(device)
     mfu = flops / times["bf16"] / peak
     rows = [
-        new_row("train", "mfu_1b_bf16", mfu, "share", runs=turns, baseline=origin, share_of_limit=mfu),
-        _row("decoder_1b_bf16", rate["bf16"], turns, "penjing fp32", rate["fp32"]),
+        new_row("train", "mfu_1b_bf16", mfu, "share", runs=turns, baseline=origin, share_of_limit=mfu, device=name),
+        _row("decoder_1b_bf16", rate["bf16"], turns, "penjing tf32", rate["tf32"]),
+        _row("decoder_1b_bf16", beside["bf16"], turns, "transformers bf16", beside["peer"]),
     ]
     if has_fp8:
         return [*rows, _row("decoder_1b_fp8", rate["fp8"], turns, "penjing bf16", rate["bf16"])]
@@ -84,7 +92,8 @@ def measure(scratch: Path, turns: int, compiled: bool) -> list[Row]:
 
 
 def _row(metric: str, value: float, turns: int, baseline: str, baseline_value: float) -> Row:
-    return new_row("train", metric, value, "tok/s", runs=turns, baseline=baseline, baseline_value=baseline_value)
+    against = {"baseline": baseline, "baseline_value": baseline_value, "device": torch.cuda.get_device_name()}
+    return new_row("train", metric, value, "tok/s", runs=turns, **against)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

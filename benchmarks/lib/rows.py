@@ -69,8 +69,12 @@ def new_row(
     share_of_limit: float | None = None,
     reason: str | None = None,
     more_versions: dict[str, str] | None = None,
+    device: str | None = None,
 ) -> Row:
     """A row of this machine, this environment, this command and this minute.
+
+    Args:
+        device: what it was measured on, where that is not the processor.
 
     Raises:
         ConfigError: the values do not make a row, each named.
@@ -85,7 +89,7 @@ def new_row(
         "baseline": baseline,
         "ratio": _significant(ratio),
         "share_of_limit": _significant(share_of_limit),
-        "device": f"{here['name']}, {torch.backends.cpu.get_cpu_capability()}",
+        "device": device or f"{here['name']}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": here["cores"],
         "versions": versions() | (more_versions or {}),
         "runs": runs,

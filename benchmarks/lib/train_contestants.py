@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -43,12 +44,15 @@ class DecoderBench:
         self.length = length
         self.batch_size = batch_size
         self.device = device or torch.device("cpu")
+        self._first: Decoder | None = None
 
     def model(self) -> Decoder:
-        """The decoder, with the same weights each time."""
-        model = Decoder(self.config)
-        fill_weights(model, decoder_weights(0.02, self.config.num_hidden_layers, seed=0))
-        return model.to(self.device)
+        """The decoder, with the same weights each time; a billion of them take long to draw, and are drawn once."""
+        if self._first is None:
+            with self.device:
+                self._first = Decoder(self.config).to(self.device)  # what turns positions is made on the CPU
+            fill_weights(self._first, decoder_weights(0.02, self.config.num_hidden_layers, seed=0))
+        return copy.deepcopy(self._first)
 
     def transformers_model(self) -> nn.Module:
         """transformers' Llama of the same shape."""
@@ -56,7 +60,9 @@ class DecoderBench:
 
         names = set(LlamaConfig().to_dict()) & set(DecoderConfig.model_fields)
         values = self.config.model_dump(include=names)
-        return LlamaForCausalLM(LlamaConfig(**{key: value for key, value in values.items() if value is not None}))
+        with self.device:
+            settings = {key: value for key, value in values.items() if value is not None}
+            return LlamaForCausalLM(LlamaConfig(**settings)).to(self.device)  # pyright: ignore[reportArgumentType]
 
     def stream(self) -> OrderedStream[Order]:
         """Batches of random tokens."""
@@ -84,7 +90,7 @@ class DecoderBench:
         stream = self.stream()
 
         def loss() -> torch.Tensor:
-            batch = next(stream)
+            batch = {name: tensor.to(self.device) for name, tensor in next(stream).items()}
             logits = model(batch["tokens"])
             logits = logits if isinstance(logits, torch.Tensor) else logits.logits
             return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
@@ -168,13 +174,16 @@ def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callabl
     """Forward, backward, clip, update; bfloat16 by one autocast region."""
 
     def region() -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16) if mode == "bf16" else nullcontext()
+        return torch.autocast(device, torch.bfloat16) if mode == "bf16" else nullcontext()
+
+    device = next(model.parameters()).device.type
 
     def run(steps: int) -> None:
         for _ in range(steps):
             with region():
                 total = loss()
             total.backward()
+            total.item()  # as penjing's loop reads it: the device's time is the step's
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
