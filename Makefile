@@ -54,7 +54,7 @@ test-full: $(STAMP) ## the tests with their long variants
 sanitize: $(STAMP) ## the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer
 	PYTHON=$(BIN)/python bash tests/kernels/sanitize.sh
 
-# On a GPU machine penjing need not be installed: torch, the Triton language, numpy and pytest are enough.
+# On a GPU machine penjing need not be installed: torch, the Triton language, numpy, pydantic and pytest are enough.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU := PYTHONPATH=build/src $(GPU_PYTHON)
 
