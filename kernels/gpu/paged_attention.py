@@ -13,6 +13,7 @@ With selected blocks of keys beside a window, the list is cut into segments too,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import triton
@@ -217,6 +218,12 @@ def supports(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     )
 
 
+@cache
+def _subtracts_pairs(device: torch.device) -> bool:
+    """Whether there is an instruction for the difference of two pairs of bfloat16, which INT8 codes are widened by."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def segment_keys_for(num_sequences: int, kv_heads: int, max_context: int, num_processors: int) -> int:
     """Keys of a segment that give every multiprocessor two blocks: the fast mode, whose bits depend on the batch."""
     segments = max(1, -(-2 * num_processors // max(num_sequences * kv_heads, 1)))
@@ -278,7 +285,7 @@ def paged_attention(
         q.stride(0), q.stride(1), table.stride(0), num_heads, kv_heads, num_blocks, num_pages * page, num_sequences,
         num_segments, num_selected, segment_keys, scale * LOG2_E, window or 0,
         HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=rows, BLOCK_N=BLOCK_N, GROUP=group, PAGE=page,
-        WINDOWED=window is not None, INT8=int8, FAST=q.dtype == torch.bfloat16 and q.device.type == "cuda",
+        WINDOWED=window is not None, INT8=int8, FAST=q.dtype == torch.bfloat16 and _subtracts_pairs(q.device),
         SPLIT=split, num_warps=WARPS, num_stages=DECODE_STAGES if single else PREFILL_STAGES,
     )  # fmt: skip
     if split:

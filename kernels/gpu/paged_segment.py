@@ -24,8 +24,8 @@ def join(acc, peak, total, part, part_peak, part_total):
 def widened(words, q, FAST: tl.constexpr):
     """(N, D / 4) int32 of four INT8 codes each → (N, D) in the type of `q`.
 
-    FAST: in four instructions for two codes. 0x43 before a byte b is 128 + b in bfloat16 or, with the byte's sign bit
-    on, what lies 256 above the code; the interpreter knows no such instructions.
+    FAST: in four instructions for two codes, of sm_90. 0x43 before a byte b is 128 + b in bfloat16 or, with the byte's
+    sign bit on, what lies 256 above the code; the interpreter knows no such instructions.
     """
     if FAST:
         a, b, c, d = tl.inline_asm_elementwise(
