@@ -25,8 +25,8 @@ from penjing.kernels.gpu.registry import MAX_HEAD_DIM, Variant
 
 # Scores lie as (keys, rows): the 64 keys fill a warp group's product, and how many rows stand beside them changes no
 # bit of a row. Decode takes few rows, since one token has no more than a group's heads; prefill takes many. On an H100
-# this reads 90 % of the bandwidth in decode where 64 rows for both, as (rows, keys), read 56; prefill, which spills,
-# reaches 151 TFLOP/s where that reached 187.
+# this reads 90 % of the bandwidth in decode where 64 rows for both, as (rows, keys), read 56 with the host's launches
+# counted; prefill, which spills, reaches 151 TFLOP/s where that reached 187.
 BLOCK_N = 64
 PREFILL_ROWS, DECODE_ROWS = 64, 16
 WARPS = 4

@@ -156,7 +156,6 @@ def variants() -> Iterator[Variant]:
         for x, weight in pairs:
             y = "fp32" if "fp32" in (x, weight) else x
             rare = (x, weight) != ("bf16", "bf16") or tile.columns not in COMMON_COLUMNS
-            forward, shared = {"num_warps": tile.num_warps}, {"full": rare}
             for residual in (False, True):
                 for quantize in (False, True):
                     yield Variant(
@@ -171,8 +170,8 @@ def variants() -> Iterator[Variant]:
                         | ({"residual": f"*{x}:16"} if residual else {}),
                         constants=constants | {"QUANTIZE": quantize} | ({} if residual else {"residual": None}),
                         hot=tile.columns <= 16384,  # beyond, up to 144 bytes a thread spill
-                        **forward,
-                        **shared,
+                        num_warps=tile.num_warps,
+                        full=rare,
                     )
                 yield Variant(
                     label=f"backward {tile.columns} columns {x} weight {weight}" + " residual" * residual,
@@ -184,7 +183,7 @@ def variants() -> Iterator[Variant]:
                     constants=constants | ({} if residual else {"dtotal": None}),
                     hot=tile.columns <= 8192,  # beyond, a thread keeps two rows' values and spills 56 bytes and more
                     num_warps=_backward_warps(tile),
-                    **shared,
+                    full=rare,
                 )
 
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import struct
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tests.kernels.gpu.error_rule import assert_as_close_as_torch
 from tests.kernels.paging import Cache, Sequence, dense_attention, draw_sequence
 
 pytest.importorskip("triton")
+from penjing.kernels.gpu.paged_attention import supports
+from penjing.kernels.gpu.paged_segment import widened
 
 
 def sequences(head_dim: int = 16, heads: int = 6, kv_heads: int = 2) -> list[Sequence]:
@@ -59,6 +63,60 @@ def test_int8_pages(gpu_device: str, window: int | None) -> None:
         expected = cache.attend_new(drawn, window)
     for found, torch_answer in zip(attend(cache, drawn, window, gpu_device), expected, strict=True):
         torch.testing.assert_close(found, torch_answer, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's bfloat16 is wrong")
+def test_int8_pages_beside_bfloat16(gpu_device: str) -> None:
+    """Codes are widened by instructions of their own there."""
+    drawn = sequences(heads=4)
+    with force_torch():
+        cache = Cache(drawn, 16, seed=1, int8=True)
+        expected = cache.attend_new(drawn, None)
+    half = [Sequence(s.q.bfloat16(), s.k, s.v, s.num_queries) for s in drawn]
+    for found, torch_answer in zip(attend(cache, half, None, gpu_device), expected, strict=True):
+        torch.testing.assert_close(found.float(), torch_answer, rtol=2e-2, atol=2e-2)
+
+
+def test_the_instructions_that_widen_codes_give_their_values() -> None:
+    """Every byte at every place, by what PTX's manual says of the instructions; no GPU is needed for that."""
+    asm = re.search(r'"""\{(.*?)\}"""', inspect.getsource(widened.fn), re.DOTALL)
+    assert asm is not None
+    for place in range(4):
+        for code in range(-128, 128):
+            other = -1 - code
+            codes = [code if each == place else other for each in range(4)]
+            words = {"$4": int.from_bytes(bytes(each & 255 for each in codes), "little")}
+            for line in asm[1].split(";"):
+                run_ptx(line.strip(), words)
+            assert [words[f"${each}"] for each in range(4)] == codes
+
+
+def run_ptx(line: str, values: dict[str, int]) -> None:
+    """One instruction on 32-bit registers; a half that `mov` takes apart is written as the number that it is."""
+    name, _, rest = line.partition(" ")
+    if name in ("", ".reg"):
+        return
+    if name == "mov.b32":
+        low, high, source = re.findall(r"[$\w]+", rest)
+        values[low], values[high] = (int(from_bfloat16(values[source] >> shift & 0xFFFF)) for shift in (0, 16))
+        return
+    target, *given = (each.strip() for each in rest.split(","))
+    a, b, *selector = (values[each] if each in values else int(each, 16) for each in given)
+    if name == "and.b32":
+        values[target] = a & b
+    elif name == "prmt.b32":
+        eight = a | b << 32
+        places = [selector[0] >> 4 * nibble & 7 for nibble in range(4)]
+        values[target] = sum((eight >> 8 * each & 255) << 8 * i for i, each in enumerate(places))
+    else:
+        assert name == "sub.bf16x2"
+        halves = [from_bfloat16(a >> shift & 0xFFFF) - from_bfloat16(b >> shift & 0xFFFF) for shift in (0, 16)]
+        bits = [int(torch.tensor(each).bfloat16().view(torch.int16)) & 0xFFFF for each in halves]
+        values[target] = bits[0] | bits[1] << 16
+
+
+def from_bfloat16(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -153,3 +211,10 @@ def test_a_segment_is_whole_key_blocks(gpu_device: str) -> None:
         cache = Cache(drawn, 16, seed=8)
     with pytest.raises(ValueError, match=re.escape("segment_keys=100; a multiple of 64")):
         attend(cache, drawn, None, gpu_device, 100)
+
+
+def test_codes_that_fill_no_word_run_on_torch() -> None:
+    q, pages = torch.zeros(1, 2, 6), torch.zeros(1, 1, 16, 6, dtype=torch.int8)
+    assert not supports(q, pages)
+    assert supports(q, pages.float())
+    assert supports(torch.zeros(1, 2, 8), torch.zeros(1, 1, 16, 8, dtype=torch.int8))
