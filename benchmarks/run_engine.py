@@ -3,8 +3,10 @@
     python benchmarks/run_engine.py                     # against transformers FP32 eager
     python benchmarks/run_engine.py --peers all         # and llama_cpp, openvino, ort_genai, vllm (made on first use)
     python benchmarks/run_engine.py --through-server    # also through Triton server, in the same rounds
+    python benchmarks/run_engine.py build/smollm2-int4 --peers all      # 4 bits beside 4 bits, and beside our INT8
 
-The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds.
+The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds. Rows of an
+artifact in 4 bits are called int4/….
 """
 
 from __future__ import annotations
@@ -13,13 +15,28 @@ import argparse
 import sys
 from pathlib import Path
 
-from lib.contestants import METRICS, Outcome, choose, peers, penjing, penjing_server, prepare, run_rounds
-from lib.models import add_arguments, make_models, make_prompts, say, warn_if_busy
+from lib.contestants import (
+    METRICS,
+    OWN_INT8,
+    Contestant,
+    Outcome,
+    choose,
+    four_bit_peers,
+    peers,
+    penjing,
+    penjing_server,
+    prepare,
+    run_rounds,
+)
+from lib.models import ARTIFACT, add_arguments, make_models, make_prompts, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 from run_server import server_rows
 
+from penjing.compress.decoder.check import linear_modules
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
+from penjing.core.runtime.schemes import quantized_modules
 
 
 def main() -> int:
@@ -31,8 +48,9 @@ def main() -> int:
     arguments = parser.parse_args()
 
     checkpoint, artifact = make_models(arguments.checkpoint, arguments.model)
-    known = peers(checkpoint)
-    contestants = [penjing(artifact)]
+    four = has_four_bits(artifact)
+    known = four_bit_peers(ARTIFACT) if four else peers(checkpoint)
+    contestants: list[Contestant] = [penjing(artifact)]
     unmade: dict[str, str] = {}
     for name in choose(arguments.peers, list(known)):
         try:
@@ -56,14 +74,25 @@ def main() -> int:
     )
     outcome.missing |= unmade
     runs = arguments.rounds * arguments.runs
-    append("engine", engine_rows(outcome, runs), arguments.results)
+    append("engine", engine_rows(outcome, runs, "int4/" if four else ""), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)
     return 0
 
 
-def engine_rows(outcome: Outcome, runs: int) -> list[Row]:
+def has_four_bits(artifact: Path) -> bool:
+    """Whether any layer of it has."""
+    checkpoint = open_checkpoint(artifact)
+    quantization = checkpoint.quantization
+    return quantization is not None and any(
+        each.bits == 4 for each in quantized_modules(quantization, linear_modules(checkpoint.config)).values()
+    )
+
+
+def engine_rows(outcome: Outcome, runs: int, prefix: str = "") -> list[Row]:
     """A row for each figure and peer: our value, and its ratio to the peer's. A failed peer has a row that says so.
+
+    Metrics begin with `prefix`.
 
     Raises:
         SetupError: our own engine failed.
@@ -71,11 +100,11 @@ def engine_rows(outcome: Outcome, runs: int) -> list[Row]:
     if "penjing" in outcome.missing:
         raise SetupError(outcome.missing["penjing"])
     ours = {metric: outcome.median("penjing", metric) for metric in METRICS}
-    rivals = [name for name in outcome.results if not name.startswith("penjing")]
+    rivals = [name for name in outcome.results if not name.startswith("penjing") or name == OWN_INT8]
     rows = [
         new_row(
             "engine",
-            metric,
+            f"{prefix}{metric}",
             ours[metric],
             "tok/s",
             runs=runs,
@@ -86,11 +115,11 @@ def engine_rows(outcome: Outcome, runs: int) -> list[Row]:
         for metric in METRICS
     ]
     if not rivals:
-        rows = [new_row("engine", metric, ours[metric], "tok/s", runs=runs) for metric in METRICS]
+        rows = [new_row("engine", f"{prefix}{metric}", ours[metric], "tok/s", runs=runs) for metric in METRICS]
     for name, reason in outcome.missing.items():
-        if not name.startswith("penjing"):
+        if not name.startswith("penjing") or name == OWN_INT8:
             line = reason.splitlines()[0]
-            rows.append(new_row("engine", "all", None, "tok/s", runs=0, baseline=name, reason=line))
+            rows.append(new_row("engine", f"{prefix}all", None, "tok/s", runs=0, baseline=name, reason=line))
     return rows
 
 

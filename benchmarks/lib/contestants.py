@@ -18,15 +18,25 @@ ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 METRICS = ("prefill_512", "one_stream", "streams_16", "decode_only_16")
 RUN_SECONDS = 1800
+OWN_INT8 = "penjing_int8"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`peers/bench_NAME.py` run by `python` on `model`; `peers/NAME.sh` makes both, for the peers."""
+    """`peers/bench_PROGRAM.py` run by `python` on `model`; for the peers `peers/PROGRAM.sh CHECKPOINT FILE` makes both.
+
+    The program is called as the contestant, unless `program` says otherwise.
+    """
 
     name: str
     python: Path
     model: Path
+    program: str = ""
+
+    @property
+    def script(self) -> str:
+        """The program's name."""
+        return self.program or self.name
 
     def run(self, prompts: Path, runs: int, threads: int) -> dict[str, float | str]:
         """The four figures (tokens/s, medians of `runs`) and the contestant's full `name`.
@@ -34,7 +44,7 @@ class Contestant:
         Raises:
             SetupError: it failed; the message has the end of what it said.
         """
-        script = PEERS / f"bench_{self.name}.py"
+        script = PEERS / f"bench_{self.script}.py"
         command = [str(self.python), str(script), str(self.model), str(prompts), str(runs), str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         output = _run(command, environment, f"{self.name} in the engine benchmark")
@@ -52,7 +62,7 @@ def penjing_server(model: Path) -> Contestant:
 
 
 def peers(checkpoint: Path) -> dict[str, Contestant]:
-    """By the name that `--peers` takes. Each runs what its script makes of `checkpoint`, or the checkpoint."""
+    """Those in 8 bits, by the name that `--peers` takes. Each runs what its script makes of `checkpoint`, or that."""
     home = ROOT / "build" / "peers"
     models = {
         "transformers": checkpoint,
@@ -62,6 +72,21 @@ def peers(checkpoint: Path) -> dict[str, Contestant]:
         "vllm": home / "vllm" / "model",
     }
     return {name: Contestant(name, home / name / "venv" / "bin" / "python", model) for name, model in models.items()}
+
+
+def four_bit_peers(int8: Path) -> dict[str, Contestant]:
+    """Those in 4 bits, by the name that `--peers` takes, and our own artifact `int8` beside them."""
+    home = ROOT / "build" / "peers"
+    models = {
+        "llama_cpp_q4_0": ("llama_cpp", "q4_0.gguf"),
+        "llama_cpp_q4_k_m": ("llama_cpp", "q4_k_m.gguf"),
+        "openvino_int4": ("openvino", "model-int4"),
+    }
+    found = {
+        name: Contestant(name, home / program / "venv" / "bin" / "python", home / program / file, program)
+        for name, (program, file) in models.items()
+    }
+    return {OWN_INT8: Contestant(OWN_INT8, Path(sys.executable), int8, "penjing"), **found}
 
 
 def choose(names: str, known: Sequence[str]) -> list[str]:
@@ -85,7 +110,11 @@ def prepare(peer: Contestant, checkpoint: Path) -> None:
     Raises:
         SetupError: its script failed; the message has the end of what it said.
     """
-    _run(["bash", str(PEERS / f"{peer.name}.sh"), str(checkpoint)], dict(os.environ), f"making the peer {peer.name}")
+    if peer.script != "penjing":
+        command = ["bash", str(PEERS / f"{peer.script}.sh"), str(checkpoint)]
+        if peer.program:
+            command.append(peer.model.name)
+        _run(command, dict(os.environ), f"making the peer {peer.name}")
 
 
 @dataclass

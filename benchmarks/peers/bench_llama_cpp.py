@@ -1,4 +1,4 @@
-"""bench_llama_cpp.py MODEL PROMPTS RUNS THREADS: llama.cpp's own two benchmarks, Q8_0, flash attention on.
+"""bench_llama_cpp.py MODEL PROMPTS RUNS THREADS: llama.cpp's own two benchmarks, flash attention on.
 
 They make prompts of the same lengths themselves; speed does not depend on which tokens those are.
 """
@@ -39,7 +39,7 @@ def main(model: str, prompts_path: str, runs: int, threads: int) -> None:
         "streams_16": median(streams * NEW_16 / row["t"] for row in together),
         "decode_only_16": median(row["speed_tg"] for row in together),
     }
-    report(f"llama.cpp {build} Q8_0", figures)
+    report(f"llama.cpp {build} {Path(model).stem.upper()}", figures)
 
 
 if __name__ == "__main__":

