@@ -17,9 +17,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import torch
 import torch.nn.functional as F
@@ -34,59 +32,20 @@ from penjing.core.errors import SetupError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.core.text.corpus import code_text, heldout_text
-from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.decoder_step import DecoderStep
+from penjing.serve.bench.lookups import loss_of, pass_keys
+from penjing.serve.bench.one_sequence import CHUNK, PAGE, OneSequence
 from penjing.serve.engine.config import EngineConfig, KvDtype
-from penjing.serve.runner.key_blocks import allocate_summaries, bytes_per_page, full_layers_of, key_blocks_of
-from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
+from penjing.serve.runner.key_blocks import bytes_per_page, full_layers_of, key_blocks_of
+from penjing.serve.runner.kv_pool import bytes_per_block
 
-PAGE, CHUNK = 16, 256
 CONTEXT = 8192
 COUNTED_FROM = 2048  # before it the smallest budgets of the table read nearly everything too
 DEPTHS = tuple(tenth / 10 for tenth in range(9, 0, -1))
-DIGITS = 5  # of a pass key; SmolLM2 has a token for each
 KV_DTYPES: tuple[KvDtype, KvDtype] = ("float32", "int8")
 CHOOSING = EngineConfig(attention="window+blocks")
 TABLE = [(block, budget) for block in (16, 32, 64) for budget in (1024, 2048)]
 FULL = "full attention"
-
-
-@dataclass
-class Cache:
-    """Pages of one sequence, in order, and the summaries where rows choose."""
-
-    config: DecoderConfig
-    step: DecoderStep
-    pool: Tensor
-    scale: Tensor | None
-    blocks: StepBlocks | None
-
-    @classmethod
-    def make(cls, config: DecoderConfig, step: DecoderStep, kind: KvDtype, engine: EngineConfig, tokens: int) -> Cache:
-        pages = -(-tokens // PAGE)
-        engine = engine.model_copy(
-            update={"num_blocks": pages, "kv_dtype": kind, "block_size": max(PAGE, engine.attention_block)}
-        )
-        pages = -(-tokens // engine.block_size)
-        return cls(
-            config,
-            step,
-            *allocate_pool(config, pages, engine.block_size, kind),
-            allocate_summaries(engine.model_copy(update={"num_blocks": pages}), config),
-        )
-
-    def run(self, ids_T: Tensor, start: int, wanted: Tensor) -> Tensor:
-        """Compute tokens that stand from `start` on; the logits of the rows `wanted`."""
-        end = start + len(ids_T)
-        position = torch.arange(start, end)
-        table = torch.arange(self.pool.shape[2], dtype=torch.int32)[None]
-        lengths = torch.tensor([0, len(ids_T)]).int(), torch.tensor([end]).int()
-        numbers = ids_T.int(), position.int(), position, *lengths, table, wanted.int(), self.pool
-        return self.step.step(*numbers, self.scale, key_blocks=self.blocks)
-
-    def prefill(self, ids_T: Tensor, start: int) -> None:
-        for at in range(0, len(ids_T), CHUNK):
-            self.run(ids_T[at : at + CHUNK], start + at, torch.arange(0))
 
 
 def main() -> int:
@@ -204,7 +163,7 @@ def engines(table: bool) -> list[EngineConfig]:
 def perplexity(config: DecoderConfig, step: DecoderStep, windows: Tensor, kind: KvDtype, engine: EngineConfig) -> float:
     loss, tokens = 0.0, 0
     for ids_T in windows:
-        cache = Cache.make(config, step, kind, engine, CONTEXT)
+        cache = OneSequence.make(config, step, kind, engine, CONTEXT)
         for start in range(0, CONTEXT, CHUNK):
             counted = start >= COUNTED_FROM
             logits = cache.run(ids_T[start : start + CHUNK], start, torch.arange(CHUNK if counted else 0))
@@ -226,12 +185,12 @@ def pass_key_rows(
         name = f"full_layers_{'_'.join(map(str, arguments.full_layers))}_budget_{arguments.budget}"
         append("long_context", [new_row("long_context", f"keys_read_{CONTEXT}_{name}", share, "share", runs=0)], folder)
         for kind in kinds:
-            for depth, value in zip(DEPTHS, pass_keys(loaded, step, kind, engine), strict=True):
+            for depth, value in zip(DEPTHS, pass_key_losses(loaded, step, kind, engine), strict=True):
                 row = new_row("long_context", f"pass_key_{kind}_depth_{depth:.1f}_{name}", value, "nats", runs=1)
                 append("long_context", [row], folder)
         return
     for kind in kinds:
-        full, chosen = (pass_keys(loaded, step, kind, engine) for engine in (EngineConfig(), CHOOSING))
+        full, chosen = (pass_key_losses(loaded, step, kind, engine) for engine in (EngineConfig(), CHOOSING))
         for depth, base, value in zip(DEPTHS, full, chosen, strict=True):
             name = f"pass_key_{kind}_depth_{depth:.1f}"
             rows = [
@@ -241,23 +200,14 @@ def pass_key_rows(
             append("long_context", rows, folder)
 
 
-def pass_keys(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig) -> Iterator[float]:
+def pass_key_losses(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig) -> Iterator[float]:
     """Nats a digit at each depth. The text is computed once: less and less of it stands before the number."""
-    encode, random = loaded.tokenizer.encode, Random(0)
-    text = encode(heldout_text())[:CONTEXT]
-    cache = Cache.make(loaded.config, step, kind, engine, CONTEXT)
-    places = [int(depth * CONTEXT) // PAGE * PAGE for depth in DEPTHS]
-    cache.prefill(torch.tensor(text[: places[0]]), 0)
-    for at in places:
-        number = "".join(str(random.randrange(10)) for _ in range(DIGITS))
-        told = encode(f"\n\nThe pass key is {number}. Remember it: {number} is the pass key.\n\n")
-        asked, answer = encode("\n\nWhat is the pass key? The pass key is"), encode(f" {number}")
-        rest = text[at : CONTEXT - len(told) - len(asked) - len(answer)]
-        cache.prefill(torch.tensor([*told, *rest]), at)
-        ids = torch.tensor([*asked, *answer])
-        logits = cache.run(ids, at + len(told) + len(rest), torch.arange(len(asked) - 1, len(ids) - 1))
-        loss = F.cross_entropy(logits.double(), torch.tensor(answer), reduction="none")
-        yield loss[-DIGITS:].mean().item()
+    cache = OneSequence.make(loaded.config, step, kind, engine, CONTEXT)
+    for key in pass_keys(loaded.tokenizer.encode, CONTEXT, DEPTHS):
+        cache.prefill(key.before, 0)
+        cache.prefill(key.text, key.at)
+        rows = torch.arange(len(key.asked) - key.digits - 1, len(key.asked) - 1)
+        yield loss_of(cache.run(key.asked, key.at + len(key.text), rows), key)
 
 
 def step_rows(config: DecoderConfig, step: DecoderStep, rounds: int) -> list[Row]:
@@ -267,7 +217,7 @@ def step_rows(config: DecoderConfig, step: DecoderStep, rounds: int) -> list[Row
     for context in (8192, 16384):
         for kind in KV_DTYPES:
             for name, engine in (("full", EngineConfig()), ("blocks", CHOOSING)):
-                cache = Cache.make(config, step, kind, engine, context)
+                cache = OneSequence.make(config, step, kind, engine, context)
                 if cache.scale is None:
                     cache.pool.normal_()
                 else:

@@ -319,6 +319,32 @@ def bench_server(
     _show(result, json_file)
 
 
+@bench_app.command("lookups")
+def bench_lookups(
+    model: Model,
+    context: Annotated[int, typer.Option(min=256, help="Tokens of the text that is asked about.")] = 4096,
+    kv_dtype: KvDtype = "auto",
+    overrides: EngineSet = None,
+    json_file: Json = None,
+) -> None:
+    """Find the layers of a decoder that look up what stood once, for attention=window+blocks.
+
+    A number is hidden in a text and asked for, with each layer reading everything in turn.
+
+    Example: `penjing bench lookups build/smollm2-int8 --set attention_budget=1024`
+    """
+    from penjing.core.progress import progress_bar
+    from penjing.serve.bench.lookups import bench_lookups as run
+
+    with progress_bar() as progress:
+        config = engine_config(kv_dtype, "cpu", "off", overrides)
+        result = run(model, context, progress=progress, engine_config=config)
+    _show(result, json_file)
+    layers = str(result["attention_full_layers"]).replace(" ", "")
+    settings = ["attention=window+blocks", *(overrides or []), f"attention_full_layers={layers}"]
+    print("penjing serve", model, *(f"--set '{each}'" for each in settings))
+
+
 @bench_app.command("ab")
 def bench_ab(
     first: Annotated[str, typer.Argument(help="A model that runs here, such as llm:1, or host:port of its gRPC.")],

@@ -135,7 +135,8 @@ class EngineConfig(Config):
     attention_full_layers: Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=2,
         description="Of window+blocks: layers that read all keys, by their numbers from 0, such as [7]; a number "
-        "alone: so many at the start. A layer that looks up what was said once should be among them.",
+        "alone: so many at the start. A layer that looks up what was said once should be among them: "
+        "penjing bench lookups finds it.",
     )
     tensor_parallel: int = Field(
         default=1,

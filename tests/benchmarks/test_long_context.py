@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
-import torch
-from run_long_context import CHOOSING, Cache, count_rows, engines, share_read
+from run_long_context import CHOOSING, count_rows, engines, share_read
 
-from penjing.core.runtime.fused import fuse_decoder
 from penjing.serve.engine.config import EngineConfig
-from tests.kernels.cpu import needs_extension
-from tests.serve.tiny import tiny_config, tiny_model
+from tests.serve.tiny import tiny_config
 
 FEW = EngineConfig.model_validate(
     {
@@ -38,21 +33,3 @@ def test_what_is_read_is_counted() -> None:
 def test_the_table_has_engines_that_may_be_made() -> None:
     assert engines(False) == [CHOOSING]
     assert {engine.attention_block for engine in engines(True)} == {16, 32, 64}
-
-
-@needs_extension
-def test_a_cache_gives_the_same_logits_in_chunks_and_at_once() -> None:
-    loaded = tiny_model()
-    step = fuse_decoder(loaded.model)
-    assert step is not None
-    ids = torch.randint(0, 256, (100,), generator=torch.Generator().manual_seed(0))
-    found: list[torch.Tensor] = []
-    logits = torch.empty(0)
-    for cuts in ([0, 100], [0, 48, 99, 100]):
-        cache = Cache.make(loaded.config, step, "float32", FEW, 112)
-        for begin, end in pairwise(cuts):
-            logits = cache.run(ids[begin:end], begin, torch.tensor([end - begin - 1])).clone()
-        found.append(logits)
-    assert torch.equal(*found)
-    full = Cache.make(loaded.config, step, "float32", EngineConfig(), 112)
-    assert not torch.equal(full.run(ids, 0, torch.tensor([99])), found[0])
