@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Compiled modules are kept, whatever the caller's environment says: tests start many processes, and each would compile penjing.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests run in two processes; each keeps its kernels on one core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 # Exit code 1: some tests failed. They run once more, alone: one that fails again is broken, another is named above and to be mended.
