@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,23 +12,35 @@ from torch import nn
 
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
 from penjing.compress.prune.surgery import mask, remove
-from tests.compress.prune.architectures import ARCHITECTURES, Made
+from tests.compress.prune.architectures import ARCHITECTURES
 
 # Torch-Pruning does not follow key-value groups and shuffles, and ties a grouped convolution's inputs to its outputs.
 BEYOND_TORCH_PRUNING = ("llama_gqa", "qwen3", "shufflenet", "resnext")
 NORMS_OVER_CHANNELS = ("LayerNorm", "RMSNorm")
 
 
-def made(name: str) -> Made:
-    torch.manual_seed(sum(map(ord, name)))
-    model, example = ARCHITECTURES[name]()
+@dataclass(frozen=True)
+class Known:
+    """A network in evaluation mode, which tests leave as it is, its example and the groups found in it."""
+
+    model: nn.Module
+    example: tuple
+    graph: DependencyGraph
+
+
+@pytest.fixture(scope="module")
+def known(request: pytest.FixtureRequest) -> Known:
+    """The architecture of that name: the tests of one follow each other, so that it is analysed once."""
+    torch.manual_seed(sum(map(ord, request.param)))
+    model, example = ARCHITECTURES[request.param]()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean)  # pyright: ignore[reportArgumentType]
             nn.init.uniform_(module.running_var, 0.5, 2)  # pyright: ignore[reportArgumentType]
             nn.init.uniform_(module.weight, 0.5, 2)
             nn.init.normal_(module.bias)
-    return model.eval(), example
+    model.eval()
+    return Known(model, example, dependency_graph(model, example))
 
 
 def output(model: nn.Module, example: tuple) -> torch.Tensor:
@@ -46,10 +59,9 @@ def over_a_norm(model: nn.Module, group: Group) -> bool:
     return any(type(owner).__name__ in NORMS_OVER_CHANNELS for owner in owners)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_pruned_network_equals_the_masked_one_and_trains(name: str) -> None:
-    model, example = made(name)
-    graph = dependency_graph(model, example)
+@pytest.mark.parametrize("known", ARCHITECTURES, indirect=True)
+def test_a_pruned_network_equals_the_masked_one_and_trains(known: Known) -> None:
+    model, example, graph = known.model, known.example, known.graph
     assert graph.groups
     selection = [
         (group, list(range(0, len(group) - 1, 2))[: len(group) // 2])
@@ -66,23 +78,23 @@ def test_a_pruned_network_equals_the_masked_one_and_trains(name: str) -> None:
     pruned.train()
     pruned(*example).square().mean().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in pruned.parameters() if p.grad is not None)
-    assert sum(p.grad is None for p in pruned.parameters()) == sum(p.grad is None for p in grads_of(model, example))
+    whole = copy.deepcopy(model)
+    assert sum(p.grad is None for p in pruned.parameters()) == sum(p.grad is None for p in grads_of(whole, example))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_each_group_alone_leaves_a_network_that_runs(name: str) -> None:
-    model, example = made(name)
-    for group in dependency_graph(model, example).groups:
-        pruned = copy.deepcopy(model)
+@pytest.mark.parametrize("known", ARCHITECTURES, indirect=True)
+def test_each_group_alone_leaves_a_network_that_runs(known: Known) -> None:
+    wanted = output(known.model, known.example).shape
+    for group in known.graph.groups:
+        pruned = copy.deepcopy(known.model)
         remove(pruned, [(group, [0])])
-        assert output(pruned, example).shape == output(model, example).shape
+        assert output(pruned, known.example).shape == wanted
 
 
 @pytest.mark.filterwarnings("ignore:Unwrapped parameters")
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in BEYOND_TORCH_PRUNING])
-def test_groups_agree_with_torch_pruning(name: str) -> None:
-    model, example = made(name)
-    graph = dependency_graph(model, example)
+@pytest.mark.parametrize("known", [name for name in ARCHITECTURES if name not in BEYOND_TORCH_PRUNING], indirect=True)
+def test_groups_agree_with_torch_pruning(known: Known) -> None:
+    model, example, graph = copy.deepcopy(known.model), known.example, known.graph
     theirs = torch_pruning.DependencyGraph().build_dependency(model, example_inputs=example[0])
     compared = 0
     for path, module in model.named_modules():
