@@ -250,8 +250,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _open(folder: Path, key: str, force: bool) -> SearchState | None:
-    """The search that the folder holds, if it is this one; `force` deletes what is there."""
+    """The search that the folder, locked, holds, if it is this one; `force` deletes what is there."""
     known = (STATE_NAME, PAGE_NAME, BEST_NAME, "trials")
+    for begun in (path for name in known for path in folder.glob(f".{name}.partial-*")):
+        begun.unlink(missing_ok=True)  # a process was killed while it wrote this
     if force:
         with writing(folder):
             for name in known:

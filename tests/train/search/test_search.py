@@ -129,8 +129,11 @@ def test_another_search_is_not_continued(search_recipe: Path, tmp_path: Path) ->
     (tmp_path / "search").mkdir()
     kept = {"schema_version": 1, "key": "other", "base": "x", "metric": "loss", "goal": "lowest", "rungs": [[1, 2]]}
     (tmp_path / "search/search.json").write_text(json.dumps(kept))
+    begun = tmp_path / "search/.search.json.partial-1-0"  # by a process that was killed
+    begun.write_text("{")
     with pytest.raises(InputError, match="a search with another recipe; start this one with --force"):
         run_search(search_recipe)
+    assert not begun.exists()
     (tmp_path / "search/search.json").write_text("{")
     with pytest.raises(InputError, match=r"search.json"):
         run_search(search_recipe)
