@@ -14,6 +14,7 @@ from penjing.compress.prune.graph import DependencyGraph, Group, dependency_grap
 from penjing.compress.prune.surgery import mask, remove
 from tests.compress.prune.architectures import ARCHITECTURES
 
+pytestmark = pytest.mark.xdist_group("known-architectures")  # one analysis of each for all
 # Torch-Pruning does not follow key-value groups and shuffles, and ties a grouped convolution's inputs to its outputs.
 BEYOND_TORCH_PRUNING = ("llama_gqa", "qwen3", "shufflenet", "resnext")
 NORMS_OVER_CHANNELS = ("LayerNorm", "RMSNorm")

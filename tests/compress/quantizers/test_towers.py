@@ -25,6 +25,7 @@ from penjing.core.manifest import verify
 from penjing.core.vision.embedder import Embedder
 from tests.core.vision.paired import write_paired, write_resnet_towers
 
+pytestmark = pytest.mark.xdist_group("towers")  # one artifact of each kind for all
 WORDS = ["the name", "a list", "python", "the object is", "it returns the value", "name of the class", "class", "x y"]
 
 
