@@ -22,7 +22,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.train.batch_size import Cut, fastest_micro_batch, recut, repeats
 from penjing.train.checks import check_machine, check_output, with_steps
 from penjing.train.data.prefetch import Prefetched
-from penjing.train.families.base import MixedTask, ShowingTask, Task, build_task
+from penjing.train.families.base import KeepingTask, MixedTask, ShowingTask, Task, build_task
 from penjing.train.loop import Evaluation, Trainer
 from penjing.train.monitor.alarms import Alarms
 from penjing.train.monitor.flops import model_flops, peak_flops
@@ -344,13 +344,12 @@ class _Run:
             return model
 
         estimate = estimate_memory(
-            build,
-            self.task.objective,
+            build, self.task.objective,
             {name: tensor.to(world.device) for name, tensor in self.task.example(micro_batch).items()},
-            optimizer=recipe.optimizer.name,
-            averaged=recipe.average is not None,
-            replicated=world.size > 1,
-        )
+            optimizer=recipe.optimizer.name, averaged=recipe.average is not None, replicated=world.size > 1,
+        )  # fmt: skip
+        if isinstance(self.task, KeepingTask):
+            estimate = replace(estimate, beside=self.task.kept_bytes(world))
         return share_of(estimate, world, getattr(recipe, "model", None))
 
     def _cut(self, saved: Tree | None) -> tuple[Cut, int]:

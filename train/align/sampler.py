@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import LoadedModel
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
@@ -26,12 +27,30 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
+from penjing.serve.runner.kv_pool import bytes_per_block
 from penjing.serve.runner.load import make_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.train.adapter.lora import merged
 from penjing.train.align.prompts import Sampled
 
 _TOGETHER = 64  # answers that the engine computes at once
+
+
+def cache_bytes(config: DecoderConfig, longest: int) -> int:
+    """Of the keys and values of as many answers as are computed at once, each with a prompt of its own.
+
+    Args:
+        longest: tokens of a prompt and its answer at most.
+    """
+    size = EngineConfig().block_size
+    return (1 + _TOGETHER * -(-longest // size)) * bytes_per_block(config, size, "float32")
+
+
+def float_bytes(folder: Path) -> int:
+    """Of the decoder in `folder`, in float32."""
+    with torch.device("meta"):
+        model = Decoder(open_checkpoint(folder).config)
+    return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 class EngineSampler:

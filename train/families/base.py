@@ -87,6 +87,15 @@ class ShowingTask(Task, Protocol):
         ...
 
 
+@runtime_checkable
+class KeepingTask(Task, Protocol):
+    """A task that keeps more in memory than the model that learns."""
+
+    def kept_bytes(self, world: World) -> int:
+        """Bytes of this process that are taken once training begins, before anything is allocated."""
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
     """What training needs of a kind of network; `FAMILY` of `penjing.train.families.NAME` is one.

@@ -19,6 +19,7 @@ from penjing.train.align.drafted import Drafted
 from penjing.train.align.sampler import EngineSampler
 from penjing.train.families.rollouts import RolloutTuning
 from penjing.train.objective.draft import DraftDistillation
+from penjing.train.processes.world import World
 from penjing.train.recipe.data import RolloutData
 from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.initial import Constant, Given, Normal, Values, Weights
@@ -88,6 +89,12 @@ class DraftTuning(RolloutTuning):
 
     def _of_decoder(self, name: str) -> Tensor:
         return open_checkpoint(self._tokenizer).get(name).float()
+
+    def _copied_bytes(self, world: World) -> int:
+        answers = self._algorithm.answers
+        if answers is None:
+            return super()._copied_bytes(world)
+        return sum(path.stat().st_size for path in answers.rglob("*.safetensors"))
 
     def _sampler(self, model: nn.Module, longest: int) -> EngineSampler:
         answers = self._algorithm.answers

@@ -23,7 +23,7 @@ from penjing.train.align.prompts import Answer, read_prompts
 from penjing.train.align.reasoning import ReasoningTasks
 from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
-from penjing.train.align.sampler import EngineSampler, Sampler
+from penjing.train.align.sampler import EngineSampler, Sampler, cache_bytes, float_bytes
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
@@ -32,6 +32,7 @@ from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.on_policy import OnPolicyDistillation
 from penjing.train.objective.policy import PolicyGradient
+from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.processes.devices import choose_device
 from penjing.train.processes.world import World
 from penjing.train.recipe.align import AlgorithmConfig
@@ -175,6 +176,31 @@ class RolloutTuning(DecoderTask):
             teacher = self._other(algorithm.teacher, "algorithm.teacher", world.device)
         self._learner = Learner(model, sampler, reference, teacher)
         return super().after_update(model, world)
+
+    def kept_bytes(self, world: World) -> int:
+        """See `KeepingTask`: a reference and a teacher, the engine's cache, and its weights where they are not the
+        learner's own memory. A reward model is there already.
+
+        Raises:
+            ConfigError: reference or teacher is no checkpoint of the same tokens.
+        """
+        algorithm, kept = self._algorithm, 0
+        reference = (algorithm.reference or self._tokenizer) if algorithm.kl else None
+        for name, folder in (("algorithm.reference", reference), ("algorithm.teacher", algorithm.teacher)):
+            if folder is not None:
+                self._check_other(folder, name)
+                kept += float_bytes(folder)
+        return kept + cache_bytes(self.config, self._longest + self._data.max_tokens) + self._copied_bytes(world)
+
+    def _copied_bytes(self, world: World) -> int:
+        """Of the weights that are copied before answers are sampled; see `Sampler`."""
+        spread = isinstance(world, MeshWorld) and (world.config.zero > 0 or world.config.tp > 1)
+        if spread or world.device.type != "cpu":
+            return float_bytes(self._tokenizer)
+        with torch.device("meta"):
+            parameters = dict(self.build_model().named_parameters())
+        adapted = (name.replace(".lora_A.", ".") for name in parameters if ".lora_A." in name)
+        return sum(4 * parameters[name].numel() for name in adapted)
 
     def _sampler(self, model: nn.Module, longest: int) -> EngineSampler:
         """What answers, prompts and answers having `longest` tokens at most."""

@@ -25,8 +25,8 @@ from penjing.train.processes.world import World
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one process, by what they are for; `activations` holds one micro-batch at the end of its forward
-    pass."""
+    """Bytes of one process, by what they are for; `activations` holds one micro-batch at the end of its forward pass,
+    `beside` what a task keeps beside the model that learns, such as another model that it is compared with."""
 
     parameters: int
     gradients: int
@@ -34,11 +34,12 @@ class MemoryEstimate:
     average: int
     reduction: int  # DDP's buckets
     activations: int
+    beside: int = 0
 
     @property
     def total(self) -> int:
         """All together, bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.average + self.reduction + self.activations
+        return sum(self.__dict__.values())
 
     def __str__(self) -> str:
         parts = {name: size for name, size in self.__dict__.items() if size}
@@ -91,6 +92,8 @@ def check_memory(estimate: MemoryEstimate, limit: int) -> None:
     fixed = estimate.total - estimate.activations
     if fixed > limit:
         advice = "the model alone is too large: lower model.num_hidden_layers or model.hidden_size"
+        if fixed - estimate.beside <= limit:
+            advice = "what is kept beside the model, another one or the keys and values of answers, takes the rest"
     else:
         share = (limit - fixed) / estimate.activations
         advice = (
@@ -126,6 +129,7 @@ def share_of(estimate: MemoryEstimate, world: World, model: object = None) -> Me
         average=spread(estimate.average, 1),
         reduction=spread(estimate.reduction, 4),
         activations=-(-estimate.activations // (config.tp * config.cp)),
+        beside=estimate.beside,
     )
 
 
