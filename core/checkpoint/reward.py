@@ -15,6 +15,7 @@ from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config
 from penjing.core.models.reward import RewardModel
 
 _CLASSIFIER = "ForSequenceClassification"
+_LABELS = ("id2label", "label2id")  # in config.json beside what a language model has
 
 
 def save_reward(folder: Path, model: RewardModel, tokenizer_from: Path, created_by: dict[str, Any]) -> None:
@@ -57,7 +58,8 @@ def load_reward(folder: Path) -> RewardModel:
             f"{folder} is no reward model: its config.json names {called}, and a reward model is one of "
             f"…{_CLASSIFIER} with one label; train one with objective.kind = 'reward'"
         )
-    values = values | {"architectures": [architecture.replace(_CLASSIFIER, "ForCausalLM")]}
+    values = {name: value for name, value in values.items() if name not in _LABELS}
+    values["architectures"] = [architecture.replace(_CLASSIFIER, "ForCausalLM")]
     model = RewardModel(decoder_config_from_hf(values, str(path)))
     found: dict[str, torch.Tensor] = {}
     try:

@@ -47,7 +47,7 @@ def named_errors(spec: str) -> Iterator[None]:
     except InputError:
         raise
     except (Exception, SystemExit) as error:  # code of the user's raises what it likes
-        path = str(Path(spec.rpartition(":")[0]).expanduser())
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        path = Path(spec.rpartition(":")[0]).expanduser().absolute()
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
         where = f", line {lines[-1]}" if lines else ""
         raise InputError(f"{spec} raised {type(error).__name__}{where}: {error}; mend the function") from error

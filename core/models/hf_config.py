@@ -264,6 +264,11 @@ def _check_architecture(values: dict[str, Any], source: str) -> str:
             f"supported: {supported}; by import also {', '.join(FOLDED)}"
         )
     if architectures and _ARCHITECTURES[model_type] not in architectures:
+        if named.endswith("ForSequenceClassification"):
+            raise InputError(
+                f"{source}: {named} is a model that scores texts, no language model: name its folder as reward.folder "
+                "of a training recipe, or take a ...ForCausalLM checkpoint"
+            )
         raise InputError(f"{source}: {named} is not a language model of {supported}; take a ...ForCausalLM checkpoint")
     activation = values.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):

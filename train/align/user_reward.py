@@ -62,7 +62,7 @@ class UserReward:
         about = f"the answer {question['answer']!r:.80}"
         value = self._read(self._timeout, about).get("reward")
         if not isinstance(value, int | float):
-            raise InputError(f"reward.kind = {self._spec!r} returned no number for {about}; return a float")
+            raise InputError(f"reward.kind = {self._spec!r} returned no number for {about}; return a single float")
         return float(value)
 
     def _read(self, timeout: float, about: str) -> dict[str, Any]:
@@ -79,7 +79,8 @@ class UserReward:
             part = os.read(output, 1 << 16)
             if not part:
                 raise InputError(
-                    f"reward.kind = {self._spec!r}: its process ended with code {self._process.wait()} at {about}"
+                    f"reward.kind = {self._spec!r}: its process ended with code {self._process.wait()} at {about}; "
+                    "mend what ended it"
                 )
             self._pending += part
         line, _, self._pending = self._pending.partition(b"\n")

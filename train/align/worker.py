@@ -31,10 +31,19 @@ def serve_rewards(spec: str, questions: TextIO, answers: TextIO) -> None:
         for line in questions:
             with named_errors(spec):
                 given = function(**json.loads(line))
-            # numpy and torch have numbers of their own
-            say({"reward": float(given) if isinstance(given, int | float) or hasattr(given, "item") else None})
+            say({"reward": _number(given)})
     except InputError as error:
         say({"error": str(error)})
+
+
+def _number(given: Any) -> float | None:
+    """What was returned as a number; None: it is none. numpy and torch have numbers of their own, and arrays."""
+    if not isinstance(given, int | float) and not hasattr(given, "item"):
+        return None
+    try:
+        return float(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # several numbers, a text, an integer too large
+        return None
 
 
 def _check_parameters(spec: str, function: Callable[..., Any]) -> None:

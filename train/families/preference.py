@@ -112,8 +112,8 @@ class RewardTraining(PreferenceTuning):
         save_reward(folder, model, self._tokenizer, created_by)
 
     def next_command(self, folder: Path) -> str:
-        """See `Task`."""
-        return ""
+        """See `Task`: a model that scores is asked by the runs that learn from it."""
+        return f"penjing train smollm2-ppo --set initial={self._tokenizer} --set reward.folder={folder}"
 
 
 def preference_task(folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> PreferenceTuning:

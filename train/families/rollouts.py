@@ -149,7 +149,8 @@ class RolloutTuning(DecoderTask):
             if gold is not None:
                 (golden[place],) = gold(self._held[place], [answer])
             if world.is_main and place < _KEPT:
-                self._keep(self._held[place].text, answer.text, rewards[place], shown=place < _SHOWN)
+                reward = rewards[place] if self._rewards.known else None
+                self._keep(self._held[place].text, answer.text, reward, shown=place < _SHOWN)
         first = places[0] if places else None
         for some, real in cuts:
             # Where this process has no answer of its own to fill up with, a token stands for one.
@@ -249,15 +250,17 @@ class RolloutTuning(DecoderTask):
                 f"{self._tokenizer} to {self.config.vocab_size:,}; name a checkpoint with as many"
             )
 
-    def _keep(self, prompt: str, answer: str, reward: float, *, shown: bool) -> None:
+    def _keep(self, prompt: str, answer: str, reward: float | None, *, shown: bool) -> None:
         path = self._recipe.run_folder / "answers.jsonl"
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
-                line = {"prompt": prompt, "answer": answer, "reward": reward}
+                line = {"prompt": prompt, "answer": answer} | ({} if reward is None else {"reward": reward})
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if shown:
-            self._progress.note(f"{prompt!r:.80} → {answer!r:.160}: reward {reward:g}")
+            self._progress.note(
+                f"{prompt!r:.80} → {answer!r:.160}" + ("" if reward is None else f": reward {reward:g}")
+            )
 
 
 def _objective(algorithm: AlgorithmConfig, data: RolloutData) -> TaskObjective:

@@ -32,7 +32,8 @@ def summary(
     if monitor.last:
         rows.append(("loss", f"{monitor.last['loss']:.4f} (last step)"))
     if evaluation:
-        likely = unit == "tokens" and "reward" not in evaluation  # the loss is a token's negative log-probability
+        # The loss is a token's negative log-probability, but where the model answers by itself.
+        likely = unit == "tokens" and "ended" not in evaluation
         rows.append(("held out", ", ".join(_value(name, value, likely) for name, value in evaluation.items())))
     if monitor.seconds:
         rate = monitor.count / monitor.seconds

@@ -157,7 +157,10 @@ def test_defaults_of_a_sparse_config_are_those_of_transformers() -> None:
         ({"model_type": "opt", "architectures": ["OPTForCausalLM"]}, r"'opt' \(OPTForCausalLM\)"),
         ({"model_type": None}, "architecture None is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"model_type": ["llama"]}, "is not supported"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, r"take a \.\.\.ForCausalLM checkpoint"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"scores texts.*reward\.folder.*\.\.\.ForCausalLM",
+        ),
         ({"architectures": "LlamaModel"}, "LlamaModel is not a language model"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks original_max_position_embeddings"),

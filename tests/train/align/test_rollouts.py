@@ -98,6 +98,14 @@ def silent(prompt, answer, row):
 def bad(prompt, answer, row):
     return float("nan")
 
+def several(prompt, answer, row):
+    import numpy
+    return numpy.array([1.0, 2.0])
+
+def tensors(prompt, answer, row):
+    import torch
+    return torch.zeros(2)
+
 def others(question, answer, row):
     return 1.0
 """
@@ -289,6 +297,19 @@ def test_saying_the_question_again_is_no_answer(prompt: str, wanted: str, answer
     assert Verifier("number")(Prompt([1], {"prompt": prompt, "answer": wanted}), answers(answer)) == [worth]
 
 
+def test_a_reward_model_of_a_family_without_a_hugging_face_type_is_read_again(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    from penjing.core.checkpoint.decoder import open_checkpoint
+
+    config = open_checkpoint(tiny_checkpoint).config.model_copy(update={"model_type": "penjing", "norms": "around"})
+    model = RewardModel(config)
+    (tmp_path / "reward").mkdir()
+    save_reward(tmp_path / "reward", model, tiny_checkpoint, {})
+    again = load_reward(tmp_path / "reward").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+
+
 def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path: Path) -> None:
     from penjing.core.checkpoint.decoder import open_checkpoint
 
@@ -323,7 +344,9 @@ def test_a_reward_model_scores_prompt_and_answer(tiny_checkpoint: Path, tmp_path
         ("raises", r"raises raised KeyError, line 16: 'nothing'; mend the function"),
         ("hangs", "took longer than 1 s for the answer 'x'; mend the function, or raise reward.timeout"),
         ("ends", "its process ended with code 3 at the answer 'x'"),
-        ("silent", "returned no number for the answer 'x'; return a float"),
+        ("silent", "returned no number for the answer 'x'; return a single float"),
+        ("several", "returned no number for the answer 'x'; return a single float"),
+        ("tensors", "returned no number for the answer 'x'; return a single float"),
         ("bad", "gives nan for the answer 'x' to 'Say 1.'; rewards are finite numbers"),
     ],
 )
@@ -331,6 +354,15 @@ def test_a_function_that_fails_is_one_error(recipe: Path, tmp_path: Path, name: 
     spec = f"{tmp_path}/reward.py:{name}"
     rewards = Rewards(UserReward(spec, timeout=1.0 if name == "hangs" else 300.0), None, spec)
     with pytest.raises(InputError, match=says):
+        rewards(Prompt([1], {"prompt": "Say 1."}), answers("x"))
+
+
+def test_a_function_of_a_file_that_is_named_from_here_tells_its_line(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rewards = Rewards(UserReward("reward.py:raises", timeout=300.0), None, "reward.py:raises")
+    with pytest.raises(InputError, match="raises raised KeyError, line 16: 'nothing'; mend the function"):
         rewards(Prompt([1], {"prompt": "Say 1."}), answers("x"))
 
 

@@ -77,6 +77,14 @@ def test_what_is_learnt_of_what_is_computed_is_told_apart() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("means", "has"), [({"loss": 1.0}, True), ({"loss": 0.1, "ended": 1.0, "divergence": 0.1}, False)]
+)
+def test_a_divergence_has_no_perplexity(means: dict[str, float], has: bool) -> None:
+    monitor = Monitor(Alarms(AlarmConfig()), [], every=1, unit="tokens", flops_per_unit=2.0, progress=Told())
+    assert ("perplexity" in summary(Path("o"), Path("r"), 1, 1.0, monitor, "tokens", means, "")) == has
+
+
 def test_time_in_evaluation_is_not_time_of_steps() -> None:
     import time
 
