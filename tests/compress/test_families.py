@@ -38,7 +38,7 @@ METRICS: dict[FamilyName, str] = {"decoder": "perplexity", "classifier": "accura
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
-    return import_model(str(write_sentence_transformer(folder / "source")), folder / "tiny")
+    return import_model(str(write_sentence_transformer(folder / "source", layers=1)), folder / "tiny")
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def recipe(model: Path, output: Path, pairs: Path | None, *, timed: bool = False
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["resnet", "clip", "siglip"])
+@pytest.mark.parametrize("kind", ["resnet", "clip", pytest.param("siglip", marks=pytest.mark.full)])
 def test_both_towers_become_integers_and_embed_nearly_as_before(made: Made, pairs: Path, kind: str) -> None:
     model, artifact = made(kind)
     verify(artifact)

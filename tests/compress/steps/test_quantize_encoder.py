@@ -63,11 +63,11 @@ def _recipe(checkpoint: Path, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def ran(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def ran(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A recipe and what it made; tests that change that take a copy."""
     folder = tmp_path_factory.mktemp("ran")
     recipe = folder / "recipe.toml"
-    recipe.write_text(_recipe(checkpoint, folder))
+    recipe.write_text(_recipe(shallow, folder))
     return recipe, run(recipe)
 
 
@@ -102,9 +102,9 @@ def for_cpu(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Quant
     return quantized(checkpoint, tmp_path_factory.mktemp("cpu"))
 
 
-def test_the_floating_file_computes_what_the_model_does(checkpoint: Path, tmp_path: Path) -> None:
-    model = load_encoder(checkpoint)
-    tokenize = TextTokenizer(checkpoint, model.config)
+def test_the_floating_file_computes_what_the_model_does(shallow: Path, tmp_path: Path) -> None:
+    model = load_encoder(shallow)
+    tokenize = TextTokenizer(shallow, model.config)
     export_network(encoder_network(model), tmp_path / "model.onnx", {})
     with torch.no_grad():
         wanted = model(*tokenize(TEXTS).tensors()).numpy()
@@ -141,10 +141,10 @@ def test_query_key_and_value_read_one_rounded_input(for_cpu: Quantized) -> None:
     assert len(names) == len(set(names)) == 2 * 4  # a layer: its input, and those of output, up, down
 
 
-def test_smoothing_lowers_the_error(checkpoint: Path, tmp_path: Path) -> None:
+def test_smoothing_lowers_the_error(shallow: Path, tmp_path: Path) -> None:
     """With one channel of a norm's output a hundred times larger, as BERTs have them."""
-    model = load_encoder(checkpoint)
-    tokenize = TextTokenizer(checkpoint, model.config)
+    model = load_encoder(shallow)
+    tokenize = TextTokenizer(shallow, model.config)
     with torch.no_grad():
         for layer in model.layers:
             layer.attention_norm.weight[5] *= 100.0  # type: ignore[union-attr, operator, index]

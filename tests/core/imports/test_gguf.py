@@ -63,6 +63,7 @@ def test_every_weight_of_smollm2_is_what_gguf_dequantizes(smollm2_gguf: Path, sm
         assert torch.equal(weight, expected), name
 
 
+@pytest.mark.full  # its weights are compared with the gguf package's above, small files with transformers' below
 def test_smollm2_equals_transformers_gguf_loader(smollm2_gguf: Path, smollm2: Path) -> None:
     ours = AutoConfig.from_pretrained(smollm2)
     with torch.device("meta"):

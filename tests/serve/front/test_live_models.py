@@ -35,7 +35,8 @@ def served(tiny_long: Path) -> Iterator[ServedFleet]:
 
 
 class Load:
-    """Clients that ask without a pause, half of them with streams; what each was answered."""
+    """Clients that ask again and again, half of them with streams; what each was answered. Requests are under way at
+    any time, but the clients leave the processor time for what they are to see change."""
 
     def __init__(self, fleet: ServedFleet) -> None:
         self._fleet = fleet
@@ -45,7 +46,7 @@ class Load:
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(4)]
 
     def _ask(self, number: int) -> None:
-        while not self._ending.is_set():
+        while not self._ending.wait(0.05):
             if number % 2:
                 answer = self._fleet.complete("llm", max_tokens=24, stream=True)
                 text = answer.body.decode()

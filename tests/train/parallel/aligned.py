@@ -30,11 +30,30 @@ from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
 
 Outcome = tuple[dict[str, float], list[dict[str, Any]], dict[str, torch.Tensor]]
+
+
+class Notes(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
 # What the loop and the objectives say of a step, and not the clock.
 CLOCKED = ("_per_s", "rollout_share", "step_s", "mfu", "io_wait", "memory", "recovered_s")
 
 
-def run(recipe: Path, settings: list[str], world: World, resume: str = "never", stop_after: int = 0) -> Outcome:
+def run(
+    recipe: Path,
+    settings: list[str],
+    world: World,
+    resume: str = "never",
+    stop_after: int = 0,
+    progress: Silent = Silent(),  # noqa: B008
+) -> Outcome:
     """A run as `train_task` makes it, in a world that has met already: its last evaluation, and in the main process
     its records and the tensors that it exported. Steps are counted from 1; 0 stops nowhere."""
     settled = load_train_recipe(recipe, settings)
@@ -42,7 +61,7 @@ def run(recipe: Path, settings: list[str], world: World, resume: str = "never", 
     task = build_task(settled, Silent())
     steps = iter(range(1, 1000))
     stop: Callable[[], bool] = lambda: next(steps) == stop_after  # noqa: E731
-    joined = form_mesh(world, settled.parallel, Silent())
+    joined = form_mesh(world, settled.parallel, progress)
     results = train_run._Run(settled, task, joined, Silent()).train(
         resume=resume, accept_changes=False, force=True, profile=False, until=None, stop_requested=stop, began=0.0,
         command="tests",
@@ -89,8 +108,9 @@ def compare(folder: Path, case: dict[str, Any], rank: int, size: int) -> dict[st
     and resumed, beside the one that was not."""
     recipe, settings = folder / case["recipe"], [*case["settings"], *case["mesh"]]
     here, again, single = (folder / case["folder"] / name for name in ("here", "again", "alone"))
-    world, found = World(rank, size), dict[str, Any]()
-    results, records, weights = run(recipe, [*settings, f"output={here}"], world)
+    world, notes = World(rank, size), Notes()
+    results, records, weights = run(recipe, [*settings, f"output={here}"], world, progress=notes)
+    found: dict[str, Any] = {"mesh": notes.lines}
     if case["resumed"]:
         try:
             run(recipe, [*settings, f"output={again}"], world, stop_after=2)
