@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -69,6 +70,17 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PAIRS = re.findall("..", "thineranreonatenoresouisitarstedtondeangalhatetiaslesehiveco")
+
+
+def pytest_collection() -> None:
+    """Nothing that is collected becomes garbage, and looking for it takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a million objects, which each full search for garbage went through for a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @contextmanager
