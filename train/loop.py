@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,12 +31,14 @@ from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
 from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
 from penjing.train.optim.schedule import LearningRate
-from penjing.train.pipeline.pipeline import Pipeline
 from penjing.train.processes.world import World
 from penjing.train.shares import Shares
 from penjing.train.state.best import Best
 from penjing.train.state.checkpoint import Checkpoints
 from penjing.train.state.state import Tree, load_model_state, model_state
+
+if TYPE_CHECKING:  # torch.distributed.pipelining imports the whole compiler
+    from penjing.train.pipeline.pipeline import Pipeline
 
 K = TypeVar("K")
 

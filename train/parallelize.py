@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,13 @@ from penjing.train.parallel.mesh import MeshWorld, build_mesh, describe
 from penjing.train.parallel.shard import apply_fsdp
 from penjing.train.parallel.tensor import apply_tensor_parallel, sum_partial
 from penjing.train.pipeline.balance import Balance, split_by_cost
-from penjing.train.pipeline.pipeline import LocalStages, Pipeline, split_stages, sum_tied
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import TextData
 from penjing.train.recipe.recipe import RunRecipe
 from penjing.train.state.state import model_state
+
+if TYPE_CHECKING:
+    from penjing.train.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ def parallelize(model: nn.Module, world: World, note: Callable[[str], None] = la
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not isinstance(world, MeshWorld):
         return Parallelized(model, num_parameters)
+    # Not at the top: torch.distributed.pipelining imports the whole compiler, which one process has no use for.
+    from penjing.train.pipeline.pipeline import LocalStages, Pipeline, split_stages, sum_tied
+
     config, mesh = world.config, world.mesh
     after: list[Callable[[], None]] = []
     rank = mesh.get_local_rank("pipeline")

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
@@ -61,27 +60,6 @@ class StageClock:
             return dict(self._pieces)
         synchronize(self._device)
         return {key: [a.elapsed_time(b) / 1000 for a, b in pairs] for key, pairs in self._pieces.items()}
-
-
-class TimedStage(PipelineStage):
-    """A stage whose work is measured by `clock`; waiting for other stages is not part of it."""
-
-    clock: StageClock
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See `PipelineStage`."""
-        with self.clock.piece(self.stage_index, "F"):
-            return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See `PipelineStage`: the whole backward pass, or that of the inputs."""
-        with self.clock.piece(self.stage_index, "I"):
-            return super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """See `PipelineStage`."""
-        with self.clock.piece(self.stage_index, "W"):
-            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class Balance:

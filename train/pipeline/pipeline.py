@@ -33,7 +33,7 @@ from penjing.train.objective.cross_entropy import logits_in_parts
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy, Loss, Objective
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.context import Context
-from penjing.train.pipeline.balance import Balance, TimedStage
+from penjing.train.pipeline.balance import Balance, StageClock
 
 _SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -42,6 +42,27 @@ _SCHEDULES = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+
+class TimedStage(PipelineStage):
+    """A stage whose work is measured by `clock`; waiting for other stages is not part of it."""
+
+    clock: StageClock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`."""
+        with self.clock.piece(self.stage_index, "F"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`: the whole backward pass, or that of the inputs."""
+        with self.clock.piece(self.stage_index, "I"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See `PipelineStage`."""
+        with self.clock.piece(self.stage_index, "W"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class DecoderStage(nn.Module):
