@@ -158,7 +158,7 @@ class DecoderStep:
         model.embedding_dtype, factors = abi.DTYPES["int8"], embedding_VE.channel_E
         if factors is None:
             model.embedding, factors = embedding_VE.weight_VE.data_ptr(), embedding_VE.scale_V
-        elif not isinstance(lm_head, PackedInt8):
+        elif not isinstance(lm_head, PackedInt8) or lm_head.group:
             raise ValueError("an embedding that is tied in INT8 needs an LM head in INT8")
         model.embedding_scale = factors.data_ptr()
         self._kept.append(factors)

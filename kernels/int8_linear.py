@@ -1,4 +1,7 @@
-"""W8A8 linear layer: INT8 weights with a scale a channel, activations quantized on the fly with a scale a token."""
+"""W8A8 linear layer: INT8 weights with a scale a channel, activations quantized on the fly with a scale a token.
+
+The weights may be stored in 4 bits (`kernels.stepped`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from penjing.kernels.rounding import round_clamp_
 from penjing.kernels.swiglu import swiglu_torch
 
 if TYPE_CHECKING:
-    from penjing.kernels.cpu.packing import Panels
+    from penjing.kernels.cpu.packing import Panels, SteppedPart
+    from penjing.kernels.stepped import SteppedInt8
 
 _int_mm = torch.ops.aten._int_mm.default
 # 1024 products of magnitudes up to 128 reach 2^24 at most: float32 counts that far.
@@ -26,7 +30,8 @@ EXACT_FLOAT32_K = 1024
 class PackedInt8:
     """An INT8 weight, checked once at load."""
 
-    weight_NK: torch.Tensor  # noqa: N815  int8, contiguous
+    stored: torch.Tensor | SteppedInt8
+    """(N, K) int8, contiguous, or in 4 bits."""
     scale_N: torch.Tensor  # noqa: N815  float32
     bias_N: torch.Tensor | None  # noqa: N815  float32
     in_features: int
@@ -41,7 +46,26 @@ class PackedInt8:
 
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
+        if (part := self.stepped_part) is not None:
+            return cpp.prepack_stepped([part], self.group, zero_points=self.zero_points)
         return cpp.prepack_int8(self.weight_NK, self.scale_N, self.bias_N, zero_points=self.zero_points)
+
+    @property
+    def weight_NK(self) -> torch.Tensor:  # noqa: N802  what it is, as a field is named
+        """(N, K) int8, made anew each time where the weight is stored in 4 bits."""
+        return self.stored if isinstance(self.stored, torch.Tensor) else self.stored.expand()
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a step where the weight is stored in 4 bits; else 0."""
+        return 0 if isinstance(self.stored, torch.Tensor) else self.stored.group
+
+    @property
+    def stepped_part(self) -> SteppedPart | None:
+        """What the C++ extension packs where the weight is stored in 4 bits."""
+        if isinstance(self.stored, torch.Tensor):
+            return None
+        return self.stored.packed_NK8, self.scale_N, self.stored.step_NG2, self.bias_N
 
     @cached_property
     def row_sums(self) -> torch.Tensor:
@@ -50,7 +74,7 @@ class PackedInt8:
 
 
 def prepack_int8(
-    weight_NK: torch.Tensor,
+    weight_NK: torch.Tensor | SteppedInt8,
     scale_N: torch.Tensor,
     bias_N: torch.Tensor | None = None,
     zero_points: bool = False,
@@ -58,7 +82,7 @@ def prepack_int8(
     """Check an INT8 weight and lay it out for `int8_linear`.
 
     Args:
-        weight_NK: (out_features, in_features) int8.
+        weight_NK: (out_features, in_features) int8, or the same in 4 bits of `kernels.stepped.stepped_int8`.
         scale_N: (N,) or (N, 1) floating; y ≈ x · (weight × scale)ᵀ.
         bias_N: (N,) floating or None.
         zero_points: of activations, see `kernels.quantize.quantize_above`.
@@ -66,8 +90,12 @@ def prepack_int8(
     Raises:
         ValueError: a wrong shape, dtype or device.
     """
-    if weight_NK.dim() != 2 or weight_NK.dtype != torch.int8 or 0 in weight_NK.shape:
-        raise ValueError(f"weight_NK has shape {tuple(weight_NK.shape)} and {weight_NK.dtype}; int8 (N, K) is needed")
+    if isinstance(weight_NK, torch.Tensor):
+        if weight_NK.dim() != 2 or weight_NK.dtype != torch.int8 or 0 in weight_NK.shape:
+            raise ValueError(
+                f"weight_NK has shape {tuple(weight_NK.shape)} and {weight_NK.dtype}; int8 (N, K) is needed"
+            )
+        weight_NK = weight_NK.contiguous()
     out_features, in_features = weight_NK.shape
     vectors = [("scale_N", scale_N)] + ([("bias_N", bias_N)] if bias_N is not None else [])
     for name, vector in vectors:
@@ -78,7 +106,7 @@ def prepack_int8(
         if vector.device != weight_NK.device:
             raise ValueError(f"{name} is on {vector.device}, weight_NK on {weight_NK.device}")
     return PackedInt8(
-        weight_NK=weight_NK.contiguous(),
+        stored=weight_NK,
         scale_N=scale_N.detach().reshape(out_features).to(torch.float32).contiguous(),
         bias_N=None if bias_N is None else bias_N.detach().reshape(out_features).to(torch.float32).contiguous(),
         in_features=in_features,
@@ -103,7 +131,7 @@ def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
         ValueError: a wrong shape, dtype or device.
     """
     _check_input(x_MK, packed)
-    if gpu_kernels("int8_matmul", x_MK, packed.weight_NK) is not None:
+    if gpu_kernels("int8_matmul", x_MK, packed.scale_N) is not None:
         if packed.zero_points:
             return scaled_above(x_MK, packed)
         return scaled_int8_matmul(*quantize_per_token(x_MK), packed)
@@ -116,8 +144,8 @@ def _check_input(x_MK: torch.Tensor, packed: PackedInt8) -> None:
         raise ValueError(
             f"x_MK has shape {tuple(x_MK.shape)} and {x_MK.dtype}; floating (M, {packed.in_features}) is needed"
         )
-    if x_MK.device != packed.weight_NK.device:
-        raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.weight_NK.device}")
+    if x_MK.device != packed.stored.device:
+        raise ValueError(f"x_MK is on {x_MK.device}, the weight on {packed.stored.device}")
 
 
 def int8_linear_torch(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:

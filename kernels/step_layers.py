@@ -107,6 +107,10 @@ class Packer:
             packed = self.extension.prepack_int4(parts, first.group, swiglu=swiglu, memory=memory, half_inputs=floats)
             return packed.linear
         eights = [linear for linear in group if isinstance(linear, PackedInt8)]
+        stepped = [part for linear in eights if (part := linear.stepped_part) is not None]
+        if stepped:
+            above, inputs = eights[0].zero_points, eights[0].group
+            return self.extension.prepack_stepped(stepped, inputs, swiglu=swiglu, memory=memory, zero_points=above).linear
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         above = eights[0].zero_points
         return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
@@ -129,6 +133,8 @@ class Packer:
         if isinstance(first, PackedInt4):
             sizes = columns, first.in_features, first.group, first.scale_NG.dtype
             return self.extension.packed_int4_bytes(*sizes, swiglu, first.offset_NG is not None)
+        if isinstance(first, PackedInt8) and first.group:
+            return self.extension.packed_stepped_bytes(columns, first.in_features, first.group, swiglu)
         return self.extension.packed_bytes(columns, size(first)[1], swiglu)
 
 
@@ -139,11 +145,11 @@ def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | Packed
 
 
 def joins(group: Sequence[AnyLinear]) -> bool:
-    """Whether layers of one input are packed as one: all INT8, or all INT4 with the same groups, type of scales and
-    offsets or none. Activations of INT4 layers have as many bits, which `check_layers` has seen."""
+    """Whether layers of one input are packed as one: all INT8, as bytes or in 4 bits with the same groups, or all INT4 with
+    the same groups, type of scales and offsets or none. Activations of INT4 layers have as many bits, which `check_layers` has seen."""
     eights = [linear for linear in group if isinstance(linear, PackedInt8)]
     if len(eights) == len(group):
-        return True  # `check_layers` has seen that all have zero points or none has
+        return len({linear.group for linear in eights}) == 1  # `check_layers` has seen zero points: all or none
     fours = [linear for linear in group if isinstance(linear, PackedInt4)]
     forms = {(linear.group, linear.scale_NG.dtype, linear.offset_NG is None) for linear in fours}
     return len(fours) == len(group) and len(forms) == 1

@@ -8,8 +8,8 @@ extern "C" {
 // Element type of a float weight, embedding or norm.
 enum PjDtype : int32_t { PJ_F32 = 0, PJ_BF16 = 1, PJ_F16 = 2, PJ_INT8 = 3, PJ_INT4 = 4 };
 
-// A linear layer y = x · Wᵀ + bias. INT8 and INT4: panels as linear.cpp and pack_int4.cpp describe them, INT4 with the
-// scales of its groups among them; float: row-major (n, k), used in place.
+// A linear layer y = x · Wᵀ + bias. INT8 and INT4: panels as linear.cpp, pack_stepped.cpp and pack_int4.cpp describe them,
+// INT4 with the scales of its groups among them; float: row-major (n, k), used in place.
 struct PjLinear {
     const void* weight;
     const float* scale;   // INT8: (columns) factor of each column, in packed order
@@ -21,7 +21,8 @@ struct PjLinear {
     int32_t width;        // INT8, INT4: columns of a panel, a multiple of 16, at most 64
     int32_t swiglu;       // INT8, INT4: gate and up columns alternate in groups of 16; the output is silu(gate) × up;
                           // 2: gelu by its tanh formula in place of silu
-    int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k
+    int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k; INT8: the same, at most 256, of
+                          // weights that are stored as step × 4 bits + offset (pack_stepped.cpp); 0: as bytes
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
     int32_t offsets;      // INT4: a group also has an offset, and activations have a scale for each group of inputs
     int32_t zero_points;  // INT8: activations have a zero point a token, not zero in the middle of their range
@@ -30,9 +31,11 @@ struct PjLinear {
 
 // Rows of a weight as they are stored, one of the layers that are packed as one.
 struct PjPart {
-    const void* weight;  // INT8: (rows, k); INT4: (rows, k / 2), each byte two of w + 8, the first in its low half
+    const void* weight;  // INT8: (rows, k); INT4: (rows, k / 2), each byte two of w + 8, the first in its low half; INT8
+                         // in steps: the same, w + 8 being the number of steps
     const void* scale;   // INT8: (rows) float32; INT4: (rows, k / group)
-    const void* offset;  // INT4: (rows, k / group) as the scales, or null
+    const void* offset;  // INT4: (rows, k / group) as the scales, or null; INT8 in steps: (rows, k / group, 2) bytes, a
+                         // step and an offset
     const float* bias;   // (rows) or null
     int64_t rows;
 };

@@ -46,16 +46,23 @@ inline void fetch(const int8_t*& ahead, int lines) {
     for (int i = 0; i < lines; ++i, ahead += 64) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
 }
 
-// Sums of one tile of rows and NR·16 columns over `steps` × 64 inputs, fetching `lines` cache lines from `ahead` on with
+// Sums of one tile of rows and NR·16 columns over `steps` × 64 inputs, `more`: added to what is there, fetching `lines` cache lines from `ahead` on with
 // each 16 columns. Registers of tiles are named in the source, hence no loops over them.
 template <int NR>
 inline void sum_1(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t width, int64_t steps, const int8_t* ahead,
-                  int lines, int32_t* acc) {
-    const int64_t row = 4 * width, step = row * TILE_GROUPS;
-    _tile_zero(0);
-    if (NR > 1) _tile_zero(1);
-    if (NR > 2) _tile_zero(2);
-    if (NR > 3) _tile_zero(3);
+                  int lines, bool more, int32_t* acc) {
+    const int64_t row = 4 * width, step = row * TILE_GROUPS, lda = 4 * PANEL;
+    if (more) {
+        _tile_loadd(0, acc, lda);
+        if (NR > 1) _tile_loadd(1, acc + 16, lda);
+        if (NR > 2) _tile_loadd(2, acc + 32, lda);
+        if (NR > 3) _tile_loadd(3, acc + 48, lda);
+    } else {
+        _tile_zero(0);
+        if (NR > 1) _tile_zero(1);
+        if (NR > 2) _tile_zero(2);
+        if (NR > 3) _tile_zero(3);
+    }
     for (int64_t s = 0; s < steps; ++s, x += 4 * TILE_GROUPS, w += step) {
         _tile_loadd(4, x, ldx);
         fetch(ahead, lines);
@@ -77,7 +84,6 @@ inline void sum_1(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t width,
             _tile_dpbusd(3, 4, 7);
         }
     }
-    const int64_t lda = 4 * PANEL;
     _tile_stored(0, acc, lda);
     if (NR > 1) _tile_stored(1, acc + 16, lda);
     if (NR > 2) _tile_stored(2, acc + 32, lda);
@@ -87,12 +93,20 @@ inline void sum_1(const uint8_t* x, int64_t ldx, const int8_t* w, int64_t width,
 // The same of two tiles of rows and NR·16 columns, NR being 1 or 2.
 template <int NR>
 inline void sum_2(const uint8_t* x, const uint8_t* second, int64_t ldx, const int8_t* w, int64_t width, int64_t steps,
-                  const int8_t* ahead, int lines, int32_t* acc) {
-    const int64_t row = 4 * width, step = row * TILE_GROUPS;
-    _tile_zero(0);
-    _tile_zero(2);
-    if (NR > 1) _tile_zero(1);
-    if (NR > 1) _tile_zero(3);
+                  const int8_t* ahead, int lines, bool more, int32_t* acc) {
+    const int64_t row = 4 * width, step = row * TILE_GROUPS, lda = 4 * PANEL;
+    int32_t* below = acc + TILE_ROWS * PANEL;
+    if (more) {
+        _tile_loadd(0, acc, lda);
+        _tile_loadd(2, below, lda);
+        if (NR > 1) _tile_loadd(1, acc + 16, lda);
+        if (NR > 1) _tile_loadd(3, below + 16, lda);
+    } else {
+        _tile_zero(0);
+        _tile_zero(2);
+        if (NR > 1) _tile_zero(1);
+        if (NR > 1) _tile_zero(3);
+    }
     for (int64_t s = 0; s < steps; ++s, x += 4 * TILE_GROUPS, second += 4 * TILE_GROUPS, w += step) {
         fetch(ahead, lines);
         _tile_loadd(6, w, row);
@@ -106,8 +120,6 @@ inline void sum_2(const uint8_t* x, const uint8_t* second, int64_t ldx, const in
             _tile_dpbusd(3, 5, 7);
         }
     }
-    const int64_t lda = 4 * PANEL;
-    int32_t* below = acc + TILE_ROWS * PANEL;
     _tile_stored(0, acc, lda);
     _tile_stored(2, below, lda);
     if (NR > 1) _tile_stored(1, acc + 16, lda);

@@ -21,7 +21,17 @@ from penjing.kernels.cpu.checks import (
 )
 from penjing.kernels.cpu.key_blocks import TILE_KEYS, LayerBlocks
 from penjing.kernels.cpu.library import Linear, Pages, Selection
-from penjing.kernels.cpu.packing import Int4Part, Int8Part, Panels, pack_int4, pack_int8, packed_int4_bytes
+from penjing.kernels.cpu.packing import (
+    Int4Part,
+    Int8Part,
+    Panels,
+    SteppedPart,
+    pack_int4,
+    pack_int8,
+    pack_stepped,
+    packed_int4_bytes,
+    packed_stepped_bytes,
+)
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
 
@@ -120,6 +130,31 @@ class CpuExtension:
             ValueError: a wrong shape, dtype or layout.
         """
         return pack_int8(self.library, parts, swiglu, memory, zero_points)
+
+    def prepack_stepped(
+        self,
+        parts: Sequence[SteppedPart],
+        group: int,
+        *,
+        swiglu: bool = False,
+        memory: Tensor | None = None,
+        zero_points: bool = False,
+    ) -> Panels:
+        """Lay out INT8 weights that are stored in 4 bits for `int8_linear`, as `prepack_parts` does others.
+
+        Args:
+            parts: (packed_NK8, scale_N, step_NG2, bias_N) of each; see `kernels.stepped`.
+            group: inputs that share a step, a multiple of 32 up to 256 that divides K.
+            memory: (packed_stepped_bytes,) uint8 to fill, 64-byte aligned; allocated if None.
+
+        Raises:
+            ValueError: a wrong shape, dtype or layout.
+        """
+        return pack_stepped(self.library, parts, group, swiglu, memory, zero_points)
+
+    def packed_stepped_bytes(self, out_features: int, in_features: int, group: int, swiglu: bool = False) -> int:
+        """Bytes that `prepack_stepped` needs for a layer."""
+        return packed_stepped_bytes(self.library, out_features, in_features, group, swiglu)
 
     def prepack_int4(
         self,

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -250,6 +250,11 @@ _FUNCTIONS = {
     "pj_pack_int8": (
         None,
         [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
+    ),
+    "pj_packed_stepped_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32]),
+    "pj_pack_stepped": (
+        None,
+        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, POINTER(Linear)],
     ),
     "pj_packed_int4_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_int32]),
     "pj_pack_int4": (

@@ -171,7 +171,9 @@ inline int64_t scale_bytes(const PjLinear& linear) { return linear.scale_dtype =
 // Of a group of one column: its scale, and its offset where there are any.
 inline int64_t group_bytes(const PjLinear& linear) { return scale_bytes(linear) * (linear.offsets ? 2 : 1); }
 // Of a packed layer, without comp, scale and bias of an INT8 one; the panel of column c begins at c times this.
+inline bool in_steps(const PjLinear& linear) { return linear.dtype == PJ_INT8 && linear.group != 0; }
 inline int64_t column_bytes(const PjLinear& linear) {
+    if (in_steps(linear)) return linear.k / 2 + linear.k / linear.group * 2;
     if (linear.dtype == PJ_INT8) return padded_k(linear.k);
     return linear.k / 2 + linear.k / linear.group * group_bytes(linear);
 }

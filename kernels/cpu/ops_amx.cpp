@@ -27,9 +27,11 @@
 
 #include "amx_tiles.h"
 
-namespace {
+#include "stepped_avx512.h"
 
-using penjing::Int8Rows;
+#include "amx_stepped.h"
+
+namespace {
 
 // A single block reads its panel from memory itself, so many bytes ahead.
 constexpr int64_t NEAR = 8192;
@@ -51,17 +53,17 @@ void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, con
         const uint8_t* x = rows.x + begin * rows.ldx;
         if (second < 0) {  // with an odd number of tiles the last is alone
             switch (columns / 16) {
-                case 1: sum_1<1>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
-                case 2: sum_1<2>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
-                case 3: sum_1<3>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
-                default: sum_1<4>(x, rows.ldx, weight, columns, steps, ahead, lines, acc); break;
+                case 1: sum_1<1>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
+                case 2: sum_1<2>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
+                case 3: sum_1<3>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
+                default: sum_1<4>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
             }
         } else {
             const uint8_t* below = rows.x + second * rows.ldx;
             for (int column = 0; column < columns; column += 32, ahead += 64 * lines * steps) {
                 const int8_t* w = weight + 4 * column;
-                if (column + 16 < columns) sum_2<2>(x, below, rows.ldx, w, columns, steps, ahead, lines, acc + column);
-                else sum_2<1>(x, below, rows.ldx, w, columns, steps, ahead, lines, acc + column);
+                if (column + 16 < columns) sum_2<2>(x, below, rows.ldx, w, columns, steps, ahead, lines, false, acc + column);
+                else sum_2<1>(x, below, rows.ldx, w, columns, steps, ahead, lines, false, acc + column);
             }
         }
         for (int half = 0; half < (second < 0 ? 1 : 2); ++half) {
@@ -84,6 +86,7 @@ void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, con
 void int8_panels(const PjLinear& linear, int64_t begin, int64_t end, const Int8Rows& rows) {
     if (rows.rows < LEAST_ROWS || linear.k < 4 * TILE_GROUPS || begin == end)
         return penjing::avx512_ops().int8_panels(linear, begin, end, rows);
+    if (penjing::in_steps(linear)) return stepped_panels(linear, begin, end, rows);
     const RowTiles tiles(rows.rows);
     shape_tiles(tiles.height, TILE_GROUPS);
     for (int64_t panel = begin; panel < end; ++panel) int8_panel(linear, panel, rows, tiles);

@@ -22,7 +22,7 @@ namespace {
 // Without VNNI the byte multiply-add saturates at 16 bits: widen both sides to 16 bits and sum pairs into 32.
 template <int MR>
 inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, const int8_t* ahead, int64_t step, int64_t groups,
-                      int64_t width, int32_t* acc) {
+                      int64_t width, bool more, int32_t* acc) {
     VI low[MR], high[MR];  // columns 0–3 and 4–7, two partial sums each
     for (int m = 0; m < MR; ++m) low[m] = high[m] = _mm256_setzero_si256();
     for (int64_t g = 0; g < groups; ++g, w += width * 4, ahead += step) {
@@ -39,7 +39,8 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, const int8
     }
     for (int m = 0; m < MR; ++m) {
         const VI sum = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[m], high[m]), 0xd8);
-        _mm256_storeu_si256(reinterpret_cast<VI*>(acc + m * penjing::PANEL), sum);
+        int32_t* to = acc + m * penjing::PANEL;
+        _mm256_storeu_si256(reinterpret_cast<VI*>(to), more ? _mm256_add_epi32(sum, vi_load(to)) : sum);
     }
 }
 
@@ -49,19 +50,52 @@ constexpr int int8_rows(int) { return 4; }
 constexpr int64_t int8_near(int64_t panel_bytes) { return panel_bytes; }
 
 inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, penjing::Ahead ahead,
-                       int64_t groups, int32_t* acc) {
+                       int64_t groups, bool more, int32_t* acc) {
     for (int column = 0; column < columns; column += 8) {
         const int8_t* start = w + 4 * column;
         const int tile = column / 8;
         const int64_t step = tile < ahead.lines ? 64 : 0;
         const int8_t* at = ahead.at + (step ? tile * groups * 64 : 0);
         switch (rows) {
-            case 1: int8_tile<1>(x, ldx, start, at, step, groups, columns, acc + column); break;
-            case 2: int8_tile<2>(x, ldx, start, at, step, groups, columns, acc + column); break;
-            case 3: int8_tile<3>(x, ldx, start, at, step, groups, columns, acc + column); break;
-            default: int8_tile<4>(x, ldx, start, at, step, groups, columns, acc + column); break;
+            case 1: int8_tile<1>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
+            case 2: int8_tile<2>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
+            case 3: int8_tile<3>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
+            default: int8_tile<4>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
         }
     }
+}
+
+// Weights that are stored in steps (pack_stepped.cpp): 15 × 17 still fits a byte, so that one multiplication of 16 bits
+// makes two products.
+inline void expand_group(const char* from, int64_t pairs, int64_t columns, int8_t* to) {
+    const VI low_half = _mm256_set1_epi8(15);
+    const VI steps = _mm256_setr_epi8(0, -1, 0, -1, 4, -1, 4, -1, 8, -1, 8, -1, 12, -1, 12, -1, 0, -1, 0, -1, 4, -1, 4, -1, 8,
+                                      -1, 8, -1, 12, -1, 12, -1);
+    const VI offsets = _mm256_setr_epi8(1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9, 9, 13, 13, 13, 13, 1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9, 9,
+                                        13, 13, 13, 13);
+    for (int64_t column = 0; column < columns; column += 8) {
+        const __m128i pair_of_bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * column));
+        const VI both_of = _mm256_cvtepu16_epi32(pair_of_bytes);
+        const VI step = _mm256_shuffle_epi8(both_of, steps), offset = _mm256_shuffle_epi8(both_of, offsets);
+        const char* words = from + 2 * columns + 4 * column;
+        int8_t* out = to + 4 * column;
+        for (int64_t pair = 0; pair < pairs; ++pair, words += 4 * columns, out += 8 * columns) {
+            const VI both = vi_load(words), low = _mm256_and_si256(both, low_half);
+            const VI high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+            const VI first = _mm256_add_epi8(_mm256_mullo_epi16(low, step), offset);
+            const VI second = _mm256_add_epi8(_mm256_mullo_epi16(high, step), offset);
+            _mm256_storeu_si256(reinterpret_cast<VI*>(out), first);
+            _mm256_storeu_si256(reinterpret_cast<VI*>(out + 4 * columns), second);
+        }
+    }
+}
+
+// The first block of rows, see ops_stepped.h.
+inline void stepped_block(const char* w, int64_t groups, int64_t pairs, int rows, int columns, const uint8_t* x, int64_t ldx,
+                          penjing::Ahead ahead, bool more, bool, int8_t* code, int32_t* acc) {
+    for (int64_t g = 0; g < groups; ++g)
+        expand_group(w + g * (2 + 4 * pairs) * columns, pairs, columns, code + g * pairs * 8 * columns);
+    int8_block(rows, columns, x, ldx, code, ahead, groups * pairs * 2, more, acc);
 }
 
 // Products of bytes in [0, 15] and [−127, 127]: two pairs of them stay far inside 16 bits, so nothing is widened first.

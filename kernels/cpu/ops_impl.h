@@ -8,6 +8,7 @@
 #include "ops_epilogue.h"
 #include "ops_float.h"
 #include "ops_int8.h"
+#include "ops_stepped.h"
 
 #include "half_pairs.h"
 

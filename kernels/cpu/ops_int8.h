@@ -49,6 +49,18 @@ inline void quantize_row_above(const float* x, int64_t k, uint8_t* q, float* sca
     }
 }
 
+// Rows [begin, end) of a panel's outputs, whose sums stand from `acc` on.
+inline void finish_int8(const PjLinear& linear, int64_t first, int columns, const penjing::Int8Rows& rows, int begin, int end,
+                        const int32_t* acc) {
+    for (int row = begin; row < end; ++row, acc += penjing::PANEL) {
+        const V row_scale = v_set(rows.row_scale[row]);
+        const int32_t* zero = rows.zero ? rows.zero + row : nullptr;
+        finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
+            return dequantize(linear, acc + column, first + column, row_scale, zero);
+        });
+    }
+}
+
 inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first;
@@ -70,20 +82,9 @@ inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int
             ahead.at = weight + (columns * groups * 4) + lines * groups * block / parts * 64;
             ahead.lines = block < parts ? (lines + parts - 1) / parts : 0;
         }
-        int8_block(end - begin, columns, rows.x + begin * rows.ldx, rows.ldx, weight, ahead, groups, acc);
-        for (int row = begin; row < end; ++row) {
-            const int32_t* sums = acc + (row - begin) * penjing::PANEL;
-            const V row_scale = v_set(rows.row_scale[row]);
-            const int32_t* zero = rows.zero ? rows.zero + row : nullptr;
-            finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
-                return dequantize(linear, sums + column, first + column, row_scale, zero);
-            });
-        }
+        int8_block(end - begin, columns, rows.x + begin * rows.ldx, rows.ldx, weight, ahead, groups, false, acc);
+        finish_int8(linear, first, columns, rows, begin, end, acc);
     }
-}
-
-inline void int8_panels(const PjLinear& linear, int64_t begin, int64_t end, const penjing::Int8Rows& rows) {
-    for (int64_t panel = begin; panel < end; ++panel) int8_panel(linear, panel, rows);
 }
 
 }  // namespace

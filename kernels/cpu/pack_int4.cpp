@@ -36,12 +36,6 @@ PackedRow find_row(const Packing& p, int64_t row) {
     return {nullptr, nullptr, nullptr, 0.0f};
 }
 
-// Four values in the halves of two bytes → in the low halves of four bytes.
-uint32_t spread(uint32_t x) {
-    x = (x | (x << 8)) & 0x00ff00ffu;
-    return (x | (x << 4)) & 0x0f0f0f0fu;
-}
-
 void pack_panel(const Packing& p, int64_t panel) {
     const PjLinear& linear = p.linear;
     const int64_t scale = scale_bytes(linear), groups = linear.k / linear.group, pairs = linear.group / 8;
@@ -60,7 +54,7 @@ void pack_panel(const Packing& p, int64_t panel) {
             for (int64_t pair = 0; pair < pairs; ++pair, at += width * 4) {
                 uint32_t eight;
                 memcpy(&eight, row.weight + (g * pairs + pair) * 4, 4);
-                const uint32_t both = spread(eight & 0xffffu) | (spread(eight >> 16) << 4);
+                const uint32_t both = spread_halves(eight & 0xffffu) | (spread_halves(eight >> 16) << 4);
                 memcpy(at + c * 4, &both, 4);
             }
         }

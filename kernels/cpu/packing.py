@@ -18,7 +18,11 @@ Int8Part = tuple[Tensor, Tensor, Tensor | None]
 Int4Part = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """packed_NK8 int32, scale_NG and offset_NG (or None) float32, bfloat16 or float16, bias_N float32 or None; see
 `kernels.int4_linear`."""
+SteppedPart = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""packed_NK8 int32, scale_N float32, step_NG2 int8, bias_N float32 or None; see `kernels.stepped`."""
 LEAST_GROUP = 32
+LARGEST_STEPPED_GROUP = 256
+"""The C++ kernels expand so many inputs at a time."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -60,6 +64,47 @@ def pack_int8(
     )
     linear.zero_points = int(zero_points)
     return Panels(linear, memory, in_features, out_features)
+
+
+def pack_stepped(
+    library: ctypes.CDLL,
+    parts: Sequence[SteppedPart],
+    group: int,
+    swiglu: bool,
+    memory: Tensor | None,
+    zero_points: bool = False,
+) -> Panels:
+    """Lay out INT8 weights in steps of one input as one layer; see `CpuExtension.prepack_stepped`.
+
+    Raises:
+        ValueError: a wrong shape, dtype or layout.
+    """
+    words = parts[0][0].shape[-1]
+    in_features = 8 * words
+    if group < LEAST_GROUP or group % LEAST_GROUP or in_features % group or group > LARGEST_STEPPED_GROUP:
+        raise ValueError(
+            f"group={group}: a multiple of {LEAST_GROUP} up to {LARGEST_STEPPED_GROUP} that divides the {in_features} "
+            "inputs is needed"
+        )
+    for packed_NK8, scale_N, step_NG2, bias_N in parts:
+        check("packed_NK8", packed_NK8, torch.int32, (None, words))
+        if 0 in packed_NK8.shape:
+            raise ValueError(f"packed_NK8 has shape {tuple(packed_NK8.shape)}; non-empty (N, K / 8) is needed")
+        check("scale_N", scale_N, torch.float32, (packed_NK8.shape[0],))
+        check("step_NG2", step_NG2, torch.int8, (packed_NK8.shape[0], in_features // group, 2))
+        _check_bias(bias_N, packed_NK8.shape[0])
+    out_features = _out_features([part[0].shape[0] for part in parts], swiglu)
+    memory = _memory(library, packed_stepped_bytes(library, out_features, in_features, group, swiglu), memory)
+    linear = Linear()
+    sizes = out_features, in_features, swiglu, group
+    library.pj_pack_stepped(_parts(parts), len(parts), *sizes, memory.data_ptr(), ctypes.byref(linear))
+    linear.zero_points = int(zero_points)
+    return Panels(linear, memory, in_features, out_features)
+
+
+def packed_stepped_bytes(library: ctypes.CDLL, out_features: int, in_features: int, group: int, swiglu: bool) -> int:
+    """Bytes that `pack_stepped` needs for a layer."""
+    return library.pj_packed_stepped_bytes(out_features, in_features, swiglu, group)
 
 
 def pack_int4(
@@ -140,7 +185,7 @@ def _memory(library: ctypes.CDLL, needed: int, memory: Tensor | None) -> Tensor:
     return memory
 
 
-def _parts(parts: Sequence[Int4Part]) -> ctypes.Array[Part]:
+def _parts(parts: Sequence[Int4Part | SteppedPart]) -> ctypes.Array[Part]:
     c_parts = (Part * len(parts))()
     for c_part, (weight, scale, offset, bias_N) in zip(c_parts, parts, strict=True):
         c_part.weight, c_part.scale, c_part.rows = weight.data_ptr(), scale.data_ptr(), weight.shape[0]

@@ -15,6 +15,12 @@ inline int64_t source_row(int64_t column, int64_t n, bool swiglu) {
     return group % 2 == 0 ? at : n + at;
 }
 
+// Four values in the halves of two bytes → in the low halves of four bytes.
+inline uint32_t spread_halves(uint32_t x) {
+    x = (x | (x << 8)) & 0x00ff00ffu;
+    return (x | (x << 4)) & 0x0f0f0f0fu;
+}
+
 // The width that leaves the busiest of `threads` the fewest columns.
 inline int best_width(int64_t columns, std::initializer_list<int> widths, bool swiglu, int threads) {
     int best = PANEL;
