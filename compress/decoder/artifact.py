@@ -153,6 +153,7 @@ class _Layers:
             group=group,
             eight=eight,
             offsets=bool(self.settings.offsets),
+            whole=self.settings.scales == "whole",
             embedding=self.settings.embedding_dtype == "int8",
             above=[name for name in linears if name not in keep and self.settings.above(name)],
             activation_bits=self.settings.activations_bits,

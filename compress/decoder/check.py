@@ -200,9 +200,10 @@ def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in files}
 
 
-def four_bits(settings: Int8Settings, count: int) -> int:
-    """Bytes of `count` weights of 4 bits, their scales and offsets."""
-    return count // 2 + (4 if settings.offsets else 2) * count // settings.group
+def four_bits(settings: Int8Settings, count: int, rows: int) -> int:
+    """Bytes of `count` weights of 4 bits in so many rows, their scales and offsets."""
+    scales = (4 if settings.offsets else 2) * count // settings.group
+    return count // 2 + scales + (4 * rows if settings.scales == "whole" else 0)
 
 
 def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> Needed:
@@ -220,7 +221,8 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
                 kept = name.endswith("_proj.weight") and DTYPES[settings.keep_dtype].itemsize
                 layers += (kept or 4) * count
             else:
-                layers += count + 4 * shapes[name][0] if settings.bits(module) == 8 else four_bits(settings, count)
+                rows = shapes[name][0]
+                layers += count + 4 * rows if settings.bits(module) == 8 else four_bits(settings, count, rows)
     if not config.tie_word_embeddings or unties(settings):
         head = table * half if settings.keeps("lm_head") else table + 4 * config.vocab_size
     artifact = layers + head + table * half + (4 * config.vocab_size if int8_table else 0)

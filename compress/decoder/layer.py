@@ -23,6 +23,7 @@ from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import FindScale, Heads, by_alpha, smooth_linears
 from penjing.compress.decoder.smooth_search import Search
+from penjing.compress.decoder.stepped import SteppedWeight, quantize_stepped, quantize_stepped_compensated
 from penjing.compress.decoder.stream import LayerStream, Weights
 from penjing.compress.decoder.weights import (
     LinearError,
@@ -183,13 +184,17 @@ def int8_rule(settings: Int8Settings, x_MK: Tensor, above: bool = False) -> Call
     return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
 
 
-def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], GroupedWeight]:
+def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], GroupedWeight | SteppedWeight]:
     """How the settings round the 4-bit weights that read the activations `x_MK`."""
     fit = (whole_range if settings.offsets == "whole" else group_range) if settings.offsets else group_scale
     if settings.rounding == "nearest":
         importance_K = x_MK.square().mean(dim=0)
+        if settings.scales == "whole":
+            return lambda weight_NK: quantize_stepped(weight_NK, settings.group, importance_K)
         return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K, fit)
     spread_KK = error_spread(fake_quantize_activation(x_MK, settings.activation_group(4)))
+    if settings.scales == "whole":
+        return lambda weight_NK: quantize_stepped_compensated(weight_NK, settings.group, spread_KK)
     return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK, fit)
 
 
@@ -248,8 +253,16 @@ def _check_finite(samples: dict[str, Tensor], layer: int) -> None:
             )
 
 
-def quantized_tensors(module: str, quantized: QuantizedWeight | GroupedWeight) -> Weights:
-    """The tensors of a quantized linear layer under compressed-tensors' names."""
+def quantized_tensors(module: str, quantized: QuantizedWeight | GroupedWeight | SteppedWeight) -> Weights:
+    """The tensors of a quantized linear layer, under compressed-tensors' names where it has them."""
+    if isinstance(quantized, SteppedWeight):
+        return {
+            f"{module}.weight_packed": quantized.stored.packed_NK8,
+            f"{module}.weight_shape": torch.tensor(quantized.number_NK.shape),
+            f"{module}.weight_scale": quantized.scale_N1,
+            f"{module}.weight_step": quantized.step_NG,
+            f"{module}.weight_offset": quantized.offset_NG,
+        }
     if isinstance(quantized, GroupedWeight):
         found = {
             f"{module}.weight_packed": quantized.packed(),

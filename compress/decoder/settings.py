@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
+from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP
 
 
 class Transform(Config):
@@ -65,6 +66,13 @@ class Int8Settings(Config):
         le=1024,
         multiple_of=32,
         description="Inputs that share a scale where weights have 4 bits; it divides the inputs of each such layer.",
+    )
+    scales: Literal["float", "whole"] = Field(
+        default="float",
+        description='Of groups of 4-bit weights. "whole": whole numbers on top of one float scale a row, and an offset '
+        "likewise, so that the weights are INT8 weights in half of the bytes: prompts and many streams are about as fast "
+        "as with weights_bits=8. Activations then have one scale a token, which a rotation makes fit. Groups have at most "
+        "256 inputs, and `offsets` stays false.",
     )
     offsets: bool | Literal["whole"] = Field(
         default=False,
@@ -128,6 +136,14 @@ class Int8Settings(Config):
             raise ValueError('embedding_dtype="int8" needs lm_head="int8" and no pattern in keep that names the head')
         if self.weights_bits == 8 and self.offsets:
             raise ValueError("offsets are of groups of 4-bit weights: leave them out, or take weights_bits=4")
+        if self.scales == "whole" and self.weights_bits == 8:
+            raise ValueError('scales="whole" is of groups of 4-bit weights: leave it out, or take weights_bits=4')
+        if self.scales == "whole" and (self.offsets or self.activations_bits == 16):
+            raise ValueError(
+                'scales="whole" has offsets of its own and activations of 8 bits: set offsets=false and activations_bits=8'
+            )
+        if self.scales == "whole" and self.group > LARGEST_STEPPED_GROUP:
+            raise ValueError(f'scales="whole" has groups of up to {LARGEST_STEPPED_GROUP} inputs, not {self.group}')
         if self.weights_bits == 8 and self.activations_bits == 16:
             raise ValueError("activations_bits=16 is of layers of 4-bit weights: leave it out, or take weights_bits=4")
         if self.weights_bits == 4 and self.zero_points:

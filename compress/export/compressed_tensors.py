@@ -1,6 +1,7 @@
 """A decoder artifact as transformers, vLLM and SGLang read it: compressed-tensors, without what penjing alone reads.
 
-The weights are the artifact's own files; an embedding in INT8 becomes float16, since others look up floats. The gate
+The weights are the artifact's own files; an embedding in INT8 becomes float16, since others look up floats, and weights
+that are stored in 4 bits with whole scales become the bytes that they stand for. The gate
 loads them with transformers and compressed-tensors, where these are installed; they divide activations by amax / 127.5
 and may reach −128, our kernels by amax / 127, so layers agree to that difference of rounding and not to the last bit.
 """
@@ -8,6 +9,7 @@ and may reach −128, our kernels by amax / 127, so layers agree to that differe
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
@@ -22,7 +24,14 @@ from penjing.compress.export.table import names_with_floating_embedding, with_fl
 from penjing.core.artifact.decoder import DecoderArtifact
 from penjing.core.checkpoint.decoder import TOKENIZER_FILES, Checkpoint, save_checkpoint
 from penjing.core.errors import InputError
-from penjing.core.runtime.schemes import EMBEDDING_MODULE, has_int8_embedding
+from penjing.core.runtime.schemes import (
+    EMBEDDING_MODULE,
+    INT8_FORMAT,
+    WEIGHT_FIELDS,
+    has_int8_embedding,
+    has_steps,
+)
+from penjing.kernels.stepped import stepped_int8
 
 LOADER = "transformers"
 NOT_INSTALLED = "transformers and compressed-tensors are not installed: pip install transformers compressed-tensors"
@@ -38,8 +47,8 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
     """
     source, checkpoint = artifact.checkpoint.folder, artifact.checkpoint
     check_architecture(checkpoint)
-    if has_int8_embedding(checkpoint.quantization):
-        _write_floating_embedding(checkpoint, folder)
+    if has_int8_embedding(checkpoint.quantization) or has_steps(checkpoint.quantization):
+        _write_anew(checkpoint, folder)
         return
     # The rest, of folders inside, is for penjing alone.
     top = [name for name in artifact.manifest.sha256 if "/" not in name]
@@ -58,19 +67,36 @@ def check_architecture(checkpoint: Checkpoint) -> None:
         )
 
 
-def _write_floating_embedding(checkpoint: Checkpoint, folder: Path) -> None:
-    """The embedding in float16 and apart from the LM head: other engines look up no integers."""
+def _write_anew(checkpoint: Checkpoint, folder: Path) -> None:
+    """An embedding in INT8 becomes float16 and apart from the LM head, since other engines look up no integers. Weights
+    that are stored in steps become bytes: the same integers, W8A8."""
     quantization = dict(checkpoint.quantization or {})
     groups = quantization["config_groups"].items()
-    quantization["config_groups"] = {key: group for key, group in groups if group["targets"] != [EMBEDDING_MODULE]}
-    names = names_with_floating_embedding(checkpoint)
+    kept = {key: group for key, group in groups if group["targets"] != [EMBEDDING_MODULE]}
+    if has_steps(quantization):  # beside layers in 8 bits, with which they now agree
+        bytes_alone = {"weights": WEIGHT_FIELDS, "format": INT8_FORMAT}
+        kept, quantization["format"] = {key: group | bytes_alone for key, group in kept.items()}, INT8_FORMAT
+    quantization["config_groups"] = kept
+    untied = {"tie_word_embeddings": False} if has_int8_embedding(checkpoint.quantization) else {}
     save_checkpoint(
         folder,
-        checkpoint.config.model_copy(update={"tie_word_embeddings": False}),
-        ((name, with_floating_embedding(checkpoint, name)) for name in names),
+        checkpoint.config.model_copy(update=untied),
+        _tensors(checkpoint),
         tokenizer_from=checkpoint.folder,
         extra_config={"quantization_config": quantization},
     )
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    tables = has_int8_embedding(checkpoint.quantization)
+    for name in names_with_floating_embedding(checkpoint) if tables else checkpoint.tensor_names:
+        module, _, end = name.rpartition(".")
+        if f"{module}.weight_step" not in checkpoint.tensor_names or end == "bias":
+            yield name, with_floating_embedding(checkpoint, name)
+        elif end == "weight_scale":
+            yield name, checkpoint.get(name)
+            parts = (checkpoint.get(f"{module}.{part}") for part in ("weight_packed", "weight_step", "weight_offset"))
+            yield f"{module}.weight", stepped_int8(*parts).expand()
 
 
 def can_read() -> bool:

@@ -52,6 +52,11 @@ def write_weights_only(checkpoint: Checkpoint, folder: Path) -> bool:
     shapes = tensor_shapes(checkpoint.config)
     linears = [name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")] + ["lm_head"]
     schemes = quantized_modules(checkpoint.quantization, linears)
+    if any(scheme.steps for scheme in schemes.values()):
+        raise InputError(
+            f'{checkpoint.folder} was made with scales="whole", whose offsets are no zero points: export --to gguf, '
+            'or --to compressed-tensors, as W8A8'
+        )
     symmetric = all(_is_symmetric(checkpoint, name, scheme) for name, scheme in schemes.items())
     untied = {"tie_word_embeddings": False} if has_int8_embedding(checkpoint.quantization) else {}
     save_checkpoint(

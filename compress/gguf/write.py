@@ -30,7 +30,7 @@ from penjing.core.runtime.schemes import has_int8_embedding
 
 BLOCK = 32
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
-BESIDE = ("_scale", "_shape", "_offset", "_channel")  # what the names of tensors that belong to a weight end with
+BESIDE = ("_scale", "_shape", "_step", "_offset", "_channel")  # what the names of tensors that belong to a weight end with
 # Subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5.
 SMALLEST_SCALE = 2.0**-16
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q4_K": 15}  # general.file_type: what most of the bytes are
@@ -170,8 +170,10 @@ def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[An
         order = order.view(heads, 2, -1).transpose(1, 2).reshape(-1)  # rotated halves → interleaved pairs
     weight = weight[order]
     if four:
-        ends = [end for end in ("scale", "offset") if f"{name}_{end}" in checkpoint.tensor_names]
+        ends = [end for end in ("scale", "offset", "step") if f"{name}_{end}" in checkpoint.tensor_names]
         scale, *offset = (checkpoint.get(f"{name}_{end}")[order].to(torch.float32).numpy() for end in ends)
+        if f"{name}_step" in checkpoint.tensor_names:  # whole numbers on top of the scale of a row
+            scale, offset = scale * offset[1], [scale * offset[0]]
         said = f"{checkpoint.folder}: {name}"
         data, kind = four_bit_blocks(weight.contiguous().numpy(), scale, offset[0] if offset else None, said)
         return data, gguf.GGMLQuantizationType[kind]

@@ -110,6 +110,7 @@ def _eights_by_budget(settings: D, result: dict[str, Any], model: Path) -> D:
         name = row["name"]
         if name != "lm_head" and not fours.keeps(name) and fours.bits(name) == 4:
             gains[name] = row["scores"][GROUPED] - row["scores"]["8"]
-            sizes[name] = row["parameters"] + 4 * shapes[f"{name}.weight"][0] - four_bits(fours, row["parameters"])
+            rows = shapes[f"{name}.weight"][0]
+            sizes[name] = row["parameters"] + 4 * rows - four_bits(fours, row["parameters"], rows)
     chosen = keep_floating(gains, sizes, room) if room >= 1 else ()
     return fours.model_copy(update={"keep_int8": (*fours.keep_int8, *chosen)})

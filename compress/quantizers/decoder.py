@@ -194,6 +194,8 @@ def _formats(settings: Int8Settings) -> dict[str, str]:
         if len(settings.keep_int8) > MOST_NAMES:
             kept = f" and {len(settings.keep_int8)} layers (see the list)"
         each = "a scale and an offset" if settings.offsets else "a scale"
+        if settings.scales == "whole":
+            each = "a scale a channel, whole steps and offsets"
         weights = f"int4, {each} for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
     activations = ACTIVATIONS
     if settings.zero_points:
@@ -214,7 +216,7 @@ def mean_bits(settings: Int8Settings, config: DecoderConfig) -> float:
             rows, columns = shapes[f"{name}.weight"]
             sizes[name] = rows * columns
 
-    group_bits = SCALE_BITS * (2 if settings.offsets else 1)
+    group_bits = SCALE_BITS * (2 if settings.offsets else 1)  # step and offset of whole scales have 8 each
 
     def bits(name: str) -> float:
         if settings.keeps(name):

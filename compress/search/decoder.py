@@ -254,6 +254,8 @@ class DecoderTrials:
                 "space.bits names 4, and the quantize step of base stores 8: set steps.N.weights_bits=4 with its group "
                 "by [settings], or take space.bits=[8]"
             )
+        if settings.scales == "whole":
+            raise ConfigError('a search times groups with float scales: set steps.N.scales="float" by [settings]')
         if settings.transform.hadamard_down:
             raise ConfigError("a search cannot cut what hadamard_down mixes; set steps.N.transform.hadamard_down=0")
         if settings.keep or settings.keep_int8:

@@ -38,6 +38,8 @@ from penjing.core.runtime.schemes import (
     OFFSET_ACTIVATION_FIELDS,
     OFFSET_FORMAT,
     OFFSET_WEIGHT_FIELDS,
+    STEPPED_FORMAT,
+    STEPPED_WEIGHT_FIELDS,
     WEIGHT_FIELDS,
 )
 from penjing.kernels.int4_linear import FLOATING, ActivationBits
@@ -119,6 +121,7 @@ def quantization_config(
     group: int = 0,
     eight: list[str] | None = None,
     offsets: bool = False,
+    whole: bool = False,
     embedding: bool = False,
     above: list[str] | None = None,
     activation_bits: ActivationBits = 8,
@@ -130,6 +133,7 @@ def quantization_config(
         group: 0: W8A8; else W4A8 with a scale for each `group` inputs.
         eight: with groups, the modules that are W8A8 all the same.
         offsets: groups have offsets too, and activations a scale for each group.
+        whole: scales and offsets of groups are whole numbers on top of a scale a channel.
         embedding: the embedding is in INT8, a scale a row.
         above: without groups, the modules whose activations have a zero point a token.
         activation_bits: with groups, of the activations beside 4-bit weights; 16: bfloat16.
@@ -141,6 +145,8 @@ def quantization_config(
     else:
         layout, size = OFFSET_FORMAT if offsets else INT4_FORMAT, {"group_size": group}
         weights = (OFFSET_WEIGHT_FIELDS if offsets else INT4_WEIGHT_FIELDS) | size
+        if whole:
+            layout, weights = STEPPED_FORMAT, STEPPED_WEIGHT_FIELDS | size
         groups = {"group_0": _config_group(["Linear"], weights)}
         if activation_bits == FLOATING:
             groups["group_0"]["input_activations"] = None

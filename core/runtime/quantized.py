@@ -9,6 +9,9 @@ as compressed-tensors' int-quantized and pack-quantized formats have them. Weigh
 `X.weight_offset` too, as the scale, and both are float16 in what penjing writes. Activations are quantized while it
 runs, per token or, beside offsets, per token and group (W8A8, `kernels.int8_linear`, and W4A8, `kernels.int4_linear`).
 Beside 4-bit weights they may become bfloat16 instead (W4A16).
+
+Weights of 4 bits in steps (`kernels.stepped`) have X.weight_packed and X.weight_shape, a scale (out, 1) as those of 8 bits
+have, and X.weight_step and X.weight_offset, int8 (out, in / group). They are INT8 layers in all else.
 """
 
 from __future__ import annotations
@@ -31,15 +34,18 @@ from penjing.kernels.int4_linear import (
     unpack_int4,
 )
 from penjing.kernels.int8_linear import PackedInt8, int8_linear, prepack_int8
+from penjing.kernels.stepped import SteppedInt8, stepped_int8
 
 Packed = TypeVar("Packed")
 
 
 def moved(packed: Packed, fn: Callable[[Tensor], Tensor]) -> Packed:
-    """`packed`, a dataclass of tensors, where `fn` moves them; types stay as they are."""
+    """`packed`, a dataclass of tensors, where `fn` moves them; types stay as they are, and weights in steps are expanded."""
     found = {}
     for field in fields(packed):  # type: ignore[arg-type]
         value = getattr(packed, field.name)
+        if isinstance(value, SteppedInt8) and fn(value.packed_NK8).device != value.device:
+            value = value.expand()  # devices multiply bytes
         if isinstance(value, Tensor):
             found[field.name] = value.to(fn(value).device)
     still = all(getattr(packed, name) is value for name, value in found.items())
@@ -53,7 +59,11 @@ class Int8Linear(nn.Module):
     """
 
     def __init__(
-        self, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None = None, zero_points: bool = False
+        self,
+        weight_NK: Tensor | SteppedInt8,
+        scale_N: Tensor,
+        bias_N: Tensor | None = None,
+        zero_points: bool = False,
     ) -> None:
         super().__init__()
         self.packed: PackedInt8 = prepack_int8(weight_NK, scale_N, bias_N, zero_points)
@@ -147,8 +157,17 @@ def quantized_linear(
     scale = tensor(f"{name}.weight_scale")
     if scheme.bits == 8:
         return Int8Linear(tensor(f"{name}.weight"), scale, bias_N, scheme.zero_points)
+    if scheme.steps:
+        return _checked(name, scheme, tensor, Int8Linear(_stepped(name, tensor), scale, bias_N))
     offset = tensor(f"{name}.weight_offset") if scheme.offsets else None
     layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N, offset, scheme.activation_bits)
+    return _checked(name, scheme, tensor, layer)
+
+
+L = TypeVar("L", Int8Linear, Int4Linear)
+
+
+def _checked(name: str, scheme: Scheme, tensor: Callable[[str], Tensor], layer: L) -> L:
     if layer.packed.group != scheme.group:
         raise InputError(
             f"{name} has scales for groups of {layer.packed.group} inputs, config.json says {scheme.group}"
@@ -159,11 +178,18 @@ def quantized_linear(
     return layer
 
 
+def _stepped(name: str, tensor: Callable[[str], Tensor]) -> SteppedInt8:
+    names = ("weight_packed", "weight_step", "weight_offset")
+    return stepped_int8(*(tensor(f"{name}.{part}") for part in names))
+
+
 def dequantized(name: str, scheme: Scheme, tensor: Callable[[str], Tensor]) -> Tensor:
     """(N, K) float32: the weight of the layer `name`, integers times scales."""
     scale = tensor(f"{name}.weight_scale").to(torch.float32)
     if scheme.bits == 8:
         return tensor(f"{name}.weight").to(torch.float32) * scale.view(-1, 1)
+    if scheme.steps:
+        return _stepped(name, tensor).expand().to(torch.float32) * scale.view(-1, 1)
     weight_NK = unpack_int4(tensor(f"{name}.weight_packed")).to(torch.float32)
     wide_NK = scale.repeat_interleave(scheme.group, dim=1)
     if not scheme.offsets:

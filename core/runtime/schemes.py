@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from penjing.core.errors import InputError
-from penjing.kernels.cpu.packing import LEAST_GROUP
+from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP, LEAST_GROUP
 from penjing.kernels.int4_linear import FLOATING, ActivationBits
 
 INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT = "int-quantized", "pack-quantized", "mixed-precision"
 # Not one of compressed-tensors: its zero points are integers, while a group's offset here is any number, as in Q4_1.
 OFFSET_FORMAT = "penjing-q4_1"
+# Nor this: INT8 weights in 4 bits, `kernels.stepped`.
+STEPPED_FORMAT = "penjing-stepped"
 # The fields of a compressed-tensors scheme that W8A8, W4A8 and W4A16 fix; anything else is another computation. Without
 # input_activations 4-bit weights are W4A16, computed with bfloat16.
 WEIGHT_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -21,6 +23,7 @@ INT4_WEIGHT_FIELDS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy
 ACTIVATION_FIELDS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 OFFSET_WEIGHT_FIELDS = INT4_WEIGHT_FIELDS | {"symmetric": False}
 OFFSET_ACTIVATION_FIELDS = ACTIVATION_FIELDS | {"strategy": "group"}
+STEPPED_WEIGHT_FIELDS = OFFSET_WEIGHT_FIELDS | {"scale_dtype": "int8"}
 
 ABOVE_FIELDS = ACTIVATION_FIELDS | {"symmetric": False}  # a zero point a token too; of 8-bit weights alone
 
@@ -29,6 +32,7 @@ _FORMATS = {
     INT8_FORMAT: (WEIGHT_FIELDS, ACTIVATION_FIELDS),
     INT4_FORMAT: (INT4_WEIGHT_FIELDS, ACTIVATION_FIELDS),
     OFFSET_FORMAT: (OFFSET_WEIGHT_FIELDS, OFFSET_ACTIVATION_FIELDS),
+    STEPPED_FORMAT: (STEPPED_WEIGHT_FIELDS, ACTIVATION_FIELDS),
 }
 
 EMBEDDING_MODULE = "model.embed_tokens"
@@ -46,13 +50,14 @@ class Scheme:
 
     With offsets a group also has what its weights lie above, and activations have a scale for each group. With zero
     points, of 8-bit weights, activations have one a token beside the scale. Beside 4-bit weights activations may have
-    16 bits: bfloat16.
+    16 bits: bfloat16. With steps the scale is a channel's, and a group has a whole step and offset.
     """
 
     bits: Literal[4, 8]
     group: int = 0
     offsets: bool = False
     zero_points: bool = False
+    steps: bool = False
     activation_bits: ActivationBits = 8
 
     @property
@@ -65,7 +70,7 @@ class Scheme:
     def tensor_names(self, module: str) -> tuple[str, ...]:
         """The tensors that stand for `module`.weight."""
         weights = ("weight",) if self.bits == 8 else ("weight_packed", "weight_shape")
-        offsets = ("weight_offset",) if self.offsets else ()
+        offsets = ("weight_step", "weight_offset") if self.steps else ("weight_offset",) if self.offsets else ()
         return tuple(f"{module}.{name}" for name in (*weights, "weight_scale", *offsets))
 
 
@@ -82,7 +87,7 @@ def quantized_modules(quantization_config: dict[str, Any], linear_names: Iterabl
     if method != "compressed-tensors" or layout not in (*_FORMATS, MIXED_FORMAT):
         raise InputError(
             f"quant_method {method!r} with format {layout!r}: penjing runs compressed-tensors {INT8_FORMAT} (W8A8), "
-            f"{INT4_FORMAT} (W4A8, W4A16), its own {OFFSET_FORMAT}, and {MIXED_FORMAT} of these"
+            f"{INT4_FORMAT} (W4A8, W4A16), its own {OFFSET_FORMAT} and {STEPPED_FORMAT}, and {MIXED_FORMAT} of these"
         )
     if quantization_config.get("kv_cache_scheme") is not None:
         _require("kv_cache_scheme", quantization_config["kv_cache_scheme"], KV_CACHE_FIELDS)
@@ -136,6 +141,13 @@ def has_int8_embedding(quantization_config: dict[str, Any] | None) -> bool:
     return any(group.get("targets") == [EMBEDDING_MODULE] for group in groups)
 
 
+def has_steps(quantization_config: dict[str, Any] | None) -> bool:
+    """Whether a `quantization_config` that `quantized_modules` has read stores INT8 weights in 4 bits."""
+    groups = () if quantization_config is None else quantization_config["config_groups"].values()
+    layout = None if quantization_config is None else quantization_config.get("format")
+    return any((group.get("format") or layout) == STEPPED_FORMAT for group in groups)
+
+
 def offset_group(quantization_config: dict[str, Any] | None) -> int:
     """Inputs of a group of the 4-bit weights that have offsets; 0 where none has."""
     groups = () if quantization_config is None else quantization_config["config_groups"].values()
@@ -151,7 +163,7 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
     weights, activations = group.get("weights"), group.get("input_activations")
     _require(f"{name}.weights", weights, _FORMATS[stored][0])
     above = stored == INT8_FORMAT and isinstance(activations, dict) and activations.get("symmetric") is False
-    floating = stored != INT8_FORMAT and activations is None
+    floating = stored in (INT4_FORMAT, OFFSET_FORMAT) and activations is None
     if not floating:
         _require(f"{name}.input_activations", activations, ABOVE_FIELDS if above else _FORMATS[stored][1])
     if group.get("output_activations") is not None:
@@ -161,10 +173,14 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
     size = weights.get("group_size") if isinstance(weights, dict) else None
     if not isinstance(size, int) or size < LEAST_GROUP or size % LEAST_GROUP:
         raise InputError(f"{name}.weights.group_size is {size!r}: penjing runs multiples of {LEAST_GROUP}")
+    if stored == STEPPED_FORMAT and size > LARGEST_STEPPED_GROUP:
+        raise InputError(f"{name}.weights.group_size is {size}: penjing runs at most {LARGEST_STEPPED_GROUP} in steps")
     if isinstance(weights, dict) and weights.get("actorder") not in (None, "static", "weight"):
         raise InputError(f"{name}.weights.actorder is {weights['actorder']!r}: penjing runs groups that lie together")
     if stored == OFFSET_FORMAT and not floating:
         _require(f"{name}.input_activations", activations, {"group_size": size})
+    if stored == STEPPED_FORMAT:
+        return Scheme(4, size, steps=True)
     return Scheme(4, size, offsets=stored == OFFSET_FORMAT, activation_bits=FLOATING if floating else 8)
 
 

@@ -215,7 +215,8 @@ def _part(module: nn.Module, rows: slice) -> nn.Module:
     if isinstance(module, Int8Linear):
         eight = module.packed
         bias_N = None if eight.bias_N is None else eight.bias_N[rows]
-        return Int8Linear(eight.weight_NK[rows], eight.scale_N[rows], bias_N, eight.zero_points)
+        stored = eight.stored[rows] if isinstance(eight.stored, Tensor) else eight.stored.rows(rows)
+        return Int8Linear(stored, eight.scale_N[rows], bias_N, eight.zero_points)
     if isinstance(module, Int4Linear):
         four = module.packed
         bias_N, offset_NG = (None if x is None else x[rows] for x in (four.bias_N, four.offset_NG))

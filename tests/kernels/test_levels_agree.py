@@ -17,6 +17,7 @@ from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import pack_int4
 from tests.kernels.cpu import needs_extension, the_extension
 from tests.kernels.test_decoder_step import STYLES, draw_ids, inputs, make_step, new_pool
+from tests.kernels.test_stepped import random_steps
 
 pytestmark = needs_extension
 
@@ -74,6 +75,36 @@ def test_int8(
     scale, bias = torch.rand(len(weight), generator=g) * 1e-3, torch.randn(len(weight), generator=g)
     panels = kernels.prepack_int8(weight, scale, bias, swiglu=swiglu, zero_points=above)
     same_on_each(kernels, levels, torch.randn(rows, inputs, generator=g), panels, data.draw(st.integers(0, rows)))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=ROWS,
+    outputs=OUTPUTS,
+    group=st.sampled_from([32, 64, 96, 128, 256]),
+    groups=st.integers(1, 6),
+    swiglu=st.booleans(),
+    above=st.booleans(),
+    seed=st.integers(0, 999),
+    data=st.data(),
+)
+def test_int8_in_steps(
+    levels: list[str],
+    rows: int,
+    outputs: int,
+    group: int,
+    groups: int,
+    swiglu: bool,
+    above: bool,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    kernels, g = the_extension(), torch.Generator().manual_seed(seed)
+    weight = random_steps((1 + swiglu) * outputs, group * groups, group, seed)
+    scale = torch.rand(weight.shape[0], generator=g) * 1e-3
+    part = (weight.packed_NK8, scale, weight.step_NG2, torch.randn(weight.shape[0], generator=g))
+    panels = kernels.prepack_stepped([part], group, swiglu=swiglu, zero_points=above)
+    same_on_each(kernels, levels, torch.randn(rows, weight.shape[1], generator=g), panels, data.draw(st.integers(0, rows)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
