@@ -53,7 +53,7 @@ class Case:
 class Rounds:
     """Times cases in turn, so that a change of the machine's speed meets all of them."""
 
-    def __init__(self, cases: dict[str, Case], rounds: int):
+    def __init__(self, cases: dict[str, Case], rounds: int, now: Callable[[], float] = time.perf_counter):
         samples: dict[str, list[float]] = {name: [] for name in cases}
         for case in cases.values():
             case.run()
@@ -62,10 +62,10 @@ class Rounds:
                 # The workers of torch's OpenMP spin for some milliseconds after a call; another team would share its
                 # cores with them.
                 time.sleep(0.02)
-                start = time.perf_counter()
+                start = now()
                 for _ in range(case.calls):
                     case.run()
-                samples[name].append(case.work * case.calls / (time.perf_counter() - start))
+                samples[name].append(case.work * case.calls / (now() - start))
         self.rate = {name: statistics.median(values) for name, values in samples.items()}
 
 

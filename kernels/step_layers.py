@@ -110,7 +110,9 @@ class Packer:
         stepped = [part for linear in eights if (part := linear.stepped_part) is not None]
         if stepped:
             above, inputs = eights[0].zero_points, eights[0].group
-            return self.extension.prepack_stepped(stepped, inputs, swiglu=swiglu, memory=memory, zero_points=above).linear
+            return self.extension.prepack_stepped(
+                stepped, inputs, swiglu=swiglu, memory=memory, zero_points=above
+            ).linear
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         above = eights[0].zero_points
         return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
@@ -145,8 +147,9 @@ def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | Packed
 
 
 def joins(group: Sequence[AnyLinear]) -> bool:
-    """Whether layers of one input are packed as one: all INT8, as bytes or in 4 bits with the same groups, or all INT4 with
-    the same groups, type of scales and offsets or none. Activations of INT4 layers have as many bits, which `check_layers` has seen."""
+    """Whether layers of one input are packed as one: all INT8, as bytes or in 4 bits with the same groups, or all INT4
+    with the same groups, type of scales and offsets or none. Activations of INT4 layers have as many bits, which
+    `check_layers` has seen."""
     eights = [linear for linear in group if isinstance(linear, PackedInt8)]
     if len(eights) == len(group):
         return len({linear.group for linear in eights}) == 1  # `check_layers` has seen zero points: all or none

@@ -1,8 +1,8 @@
 """INT8 weights that are stored in 4 bits: in a group of inputs a weight is offset + step × u for u in [0, 15].
 
 Scales of groups are whole numbers on top of one float scale a row: w[n, k] ≈ scale[n] × (offset[n, g] + step[n, g] ×
-u[n, k]), with the bracket inside [−127, 127]. So the layer is an INT8 layer, of `kernels.int8_linear`, that reads half of
-the bytes: no sum of a group becomes a float before the row's sum is done, which is what scales in floats cost for many
+u[n, k]), with the bracket inside [−127, 127]. So the layer is an INT8 layer, of `kernels.int8_linear`, that reads half
+of the bytes: no sum of a group becomes a float before the row's sum is done, which is what float scales cost for many
 rows (QServe's progressive group quantization, https://arxiv.org/abs/2405.04532; there offsets are whole steps).
 
 The C++ kernels expand some inputs of a panel to bytes, once for many rows. Everything else expands all.
@@ -71,7 +71,9 @@ def stepped_int8(packed_NK8: torch.Tensor, step_NG: torch.Tensor, offset_NG: tor
     if step_NG.dim() != 2 or len(step_NG) != rows or step_NG.dtype != torch.int8:
         raise ValueError(f"step_NG is {tuple(step_NG.shape)} {step_NG.dtype}; int8 ({rows}, groups) is needed")
     if offset_NG.shape != step_NG.shape or offset_NG.dtype != torch.int8:
-        raise ValueError(f"offset_NG is {tuple(offset_NG.shape)} {offset_NG.dtype}; int8 {tuple(step_NG.shape)} is needed")
+        raise ValueError(
+            f"offset_NG is {tuple(offset_NG.shape)} {offset_NG.dtype}; int8 {tuple(step_NG.shape)} is needed"
+        )
     for name, tensor in (("step_NG", step_NG), ("offset_NG", offset_NG)):
         if tensor.device != packed_NK8.device:
             raise ValueError(f"{name} is on {tensor.device}, packed_NK8 on {packed_NK8.device}")

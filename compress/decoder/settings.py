@@ -70,9 +70,9 @@ class Int8Settings(Config):
     scales: Literal["float", "whole"] = Field(
         default="float",
         description='Of groups of 4-bit weights. "whole": whole numbers on top of one float scale a row, and an offset '
-        "likewise, so that the weights are INT8 weights in half of the bytes: prompts and many streams are about as fast "
-        "as with weights_bits=8. Activations then have one scale a token, which a rotation makes fit. Groups have at most "
-        "256 inputs, and `offsets` stays false.",
+        "likewise, so that the weights are INT8 weights in half of the bytes, and prompts are about as fast as with "
+        "weights_bits=8. Activations then have one scale a token, which a rotation makes fit. Groups have at most 256 "
+        "inputs, and `offsets` stays false.",
     )
     offsets: bool | Literal["whole"] = Field(
         default=False,
@@ -140,7 +140,8 @@ class Int8Settings(Config):
             raise ValueError('scales="whole" is of groups of 4-bit weights: leave it out, or take weights_bits=4')
         if self.scales == "whole" and (self.offsets or self.activations_bits == 16):
             raise ValueError(
-                'scales="whole" has offsets of its own and activations of 8 bits: set offsets=false and activations_bits=8'
+                'scales="whole" has offsets of its own and activations of 8 bits: set offsets=false and '
+                "activations_bits=8"
             )
         if self.scales == "whole" and self.group > LARGEST_STEPPED_GROUP:
             raise ValueError(f'scales="whole" has groups of up to {LARGEST_STEPPED_GROUP} inputs, not {self.group}')

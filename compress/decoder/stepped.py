@@ -1,9 +1,9 @@
 """4-bit weights whose groups have whole numbers for scales: INT8 weights offset + step × u, see `kernels.stepped`.
 
-A row's scale is the one of five near its largest magnitude over 127 with which nearest rounding loses least. It has four
-significant bits, so that its products with steps and offsets are exact in float16: GGUF's Q4_1 holds them. A group's step
-and offset are looked for among the step that spans the group and three smaller ones, which clip, each with the offset that
-is in the middle and then refined by least squares. Errors are weighted by how much one of each input counts.
+A row's scale is the one of five near its largest magnitude over 127 with which nearest rounding loses least. It has
+four significant bits, so that its products with steps and offsets are exact in float16: GGUF's Q4_1 holds them. A
+group's step and offset are looked for among the step that spans the group and three smaller ones, which clip, each with
+the offset that is in the middle and then refined by least squares. Errors are weighted by how much each input counts.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def quantize_stepped(weight_NK: Tensor, group: int, importance_K: Tensor) -> Ste
 
 
 def quantize_stepped_compensated(weight_NK: Tensor, group: int, spread_KK: Tensor) -> SteppedWeight:
-    """Round column by column, the errors made up for by the columns that follow; a group's step and offset are found when
-    it is reached, of what its weights have become by then.
+    """Round column by column, the errors made up for by the columns that follow; a group's step and offset are found
+    when it is reached, of what its weights have become by then.
 
     Args:
         weight_NK: (N, K) float32; it is not changed.

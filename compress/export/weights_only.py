@@ -55,7 +55,7 @@ def write_weights_only(checkpoint: Checkpoint, folder: Path) -> bool:
     if any(scheme.steps for scheme in schemes.values()):
         raise InputError(
             f'{checkpoint.folder} was made with scales="whole", whose offsets are no zero points: export --to gguf, '
-            'or --to compressed-tensors, as W8A8'
+            "or --to compressed-tensors, as W8A8"
         )
     symmetric = all(_is_symmetric(checkpoint, name, scheme) for name, scheme in schemes.items())
     untied = {"tie_word_embeddings": False} if has_int8_embedding(checkpoint.quantization) else {}

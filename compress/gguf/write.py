@@ -30,7 +30,7 @@ from penjing.core.runtime.schemes import has_int8_embedding
 
 BLOCK = 32
 EMBEDDING, FINAL_NORM = "model.embed_tokens.weight", "model.norm.weight"
-BESIDE = ("_scale", "_shape", "_step", "_offset", "_channel")  # what the names of tensors that belong to a weight end with
+BESIDE = ("_scale", "_shape", "_step", "_offset", "_channel")  # ends of what belongs to a weight
 # Subnormal, but within 2⁻⁹ of a float16: SmolLM2's first v_proj, its norm folded in, has 2.4e-5.
 SMALLEST_SCALE = 2.0**-16
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q4_K": 15}  # general.file_type: what most of the bytes are

@@ -10,8 +10,8 @@ as compressed-tensors' int-quantized and pack-quantized formats have them. Weigh
 runs, per token or, beside offsets, per token and group (W8A8, `kernels.int8_linear`, and W4A8, `kernels.int4_linear`).
 Beside 4-bit weights they may become bfloat16 instead (W4A16).
 
-Weights of 4 bits in steps (`kernels.stepped`) have X.weight_packed and X.weight_shape, a scale (out, 1) as those of 8 bits
-have, and X.weight_step and X.weight_offset, int8 (out, in / group). They are INT8 layers in all else.
+Weights of 4 bits in steps (`kernels.stepped`) have X.weight_packed and X.weight_shape, a scale (out, 1) as those of 8
+bits have, and X.weight_step and X.weight_offset, int8 (out, in / group). They are INT8 layers in all else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Packed = TypeVar("Packed")
 
 
 def moved(packed: Packed, fn: Callable[[Tensor], Tensor]) -> Packed:
-    """`packed`, a dataclass of tensors, where `fn` moves them; types stay as they are, and weights in steps are expanded."""
+    """`packed`, a dataclass of tensors, where `fn` moves them; types stay, and weights in steps are expanded."""
     found = {}
     for field in fields(packed):  # type: ignore[arg-type]
         value = getattr(packed, field.name)

@@ -104,7 +104,9 @@ def test_int8_in_steps(
     scale = torch.rand(weight.shape[0], generator=g) * 1e-3
     part = (weight.packed_NK8, scale, weight.step_NG2, torch.randn(weight.shape[0], generator=g))
     panels = kernels.prepack_stepped([part], group, swiglu=swiglu, zero_points=above)
-    same_on_each(kernels, levels, torch.randn(rows, weight.shape[1], generator=g), panels, data.draw(st.integers(0, rows)))
+    same_on_each(
+        kernels, levels, torch.randn(rows, weight.shape[1], generator=g), panels, data.draw(st.integers(0, rows))
+    )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,4 +1,4 @@
-"""INT8 weights that are stored in 4 bits: their bytes beside the definition, and the layer beside the same weights as bytes."""
+"""INT8 weights that are stored in 4 bits: their bytes beside the definition, and the layer beside that of the bytes."""
 
 import numpy as np
 import pytest

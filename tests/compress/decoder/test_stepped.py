@@ -1,5 +1,4 @@
-"""4-bit weights with whole numbers for scales: their rounding, the artifact of an ordinary recipe, and what it is exported
-as."""
+"""4-bit weights with whole numbers for scales: their rounding, an ordinary recipe's artifact, and its exports."""
 
 from __future__ import annotations
 
@@ -88,7 +87,9 @@ def test_the_artifact_says_what_it_holds_and_passes_its_gate_again(artifact: Pat
     assert checkpoint.shape(f"{UP}.weight_scale") == (rows, 1)
     quantized = read_report(artifact).last.quantized
     assert quantized is not None
-    assert quantized.formats["weights"].startswith("int4, a scale a channel, whole steps and offsets for each 32 inputs")
+    assert quantized.formats["weights"].startswith(
+        "int4, a scale a channel, whole steps and offsets for each 32 inputs"
+    )
     assert quantized.formats["activations"] == "int8, a scale a token"
     verify_artifact(artifact, Silent())
     loaded, ids = load_model(artifact), torch.tensor([[5, 17, 40, 99]])
@@ -127,12 +128,17 @@ def test_as_gguf_it_is_exact_in_q4_1(artifact: Path, tmp_path: Path) -> None:
     layer = load_model(artifact).model.get_submodule(UP)
     assert isinstance(layer, Int8Linear)
     wanted = layer.packed.weight_NK.float() * layer.packed.scale_N[:, None]
-    torch.testing.assert_close(torch.from_numpy(dequantize(found.data, found.tensor_type).copy()), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.from_numpy(dequantize(found.data, found.tensor_type).copy()), wanted, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize(
     ("form", "message"),
-    [("onnx", "4-bit weights, which are not written as onnx"), ("compressed-tensors-weights", "offsets are no zero points")],
+    [
+        ("onnx", "4-bit weights, which are not written as onnx"),
+        ("compressed-tensors-weights", "offsets are no zero points"),
+    ],
 )
 def test_other_forms_are_refused_by_name(artifact: Path, tmp_path: Path, form: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
