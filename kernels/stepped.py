@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP, LEAST_GROUP
-from penjing.kernels.int4_linear import OFFSET, VALUES_A_WORD, unpack_int4
 from penjing.kernels.rounding import INT8_LIMIT
 
 LARGEST_NUMBER = 15  # of steps
+NUMBERS_A_WORD = 8
 LARGEST_STEP = 16  # 15 of them span 240 of the 254 between -127 and 127
 
 
@@ -37,7 +37,7 @@ class SteppedInt8:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.packed_NK8.shape[0], VALUES_A_WORD * self.packed_NK8.shape[1]
+        return self.packed_NK8.shape[0], NUMBERS_A_WORD * self.packed_NK8.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +50,9 @@ class SteppedInt8:
 
     def expand(self) -> torch.Tensor:
         """(N, K) int8."""
-        number_NGB = (unpack_int4(self.packed_NK8) + OFFSET).view(*self.step_NG2.shape[:2], self.group)
+        pairs = self.packed_NK8.view(torch.uint8)  # the first of two numbers in the lower half
+        number_NK = torch.stack([pairs & 15, pairs >> 4], dim=-1).to(torch.int8)
+        number_NGB = number_NK.view(*self.step_NG2.shape[:2], self.group)
         return (number_NGB * self.step_NG2[..., :1] + self.step_NG2[..., 1:]).flatten(1)
 
 
@@ -67,7 +69,7 @@ def stepped_int8(packed_NK8: torch.Tensor, step_NG: torch.Tensor, offset_NG: tor
     """
     if packed_NK8.dim() != 2 or packed_NK8.dtype != torch.int32 or 0 in packed_NK8.shape:
         raise ValueError(f"packed_NK8 is {tuple(packed_NK8.shape)} {packed_NK8.dtype}; int32 (N, K / 8) is needed")
-    rows, inputs = packed_NK8.shape[0], VALUES_A_WORD * packed_NK8.shape[1]
+    rows, inputs = packed_NK8.shape[0], NUMBERS_A_WORD * packed_NK8.shape[1]
     if step_NG.dim() != 2 or len(step_NG) != rows or step_NG.dtype != torch.int8:
         raise ValueError(f"step_NG is {tuple(step_NG.shape)} {step_NG.dtype}; int8 ({rows}, groups) is needed")
     if offset_NG.shape != step_NG.shape or offset_NG.dtype != torch.int8:

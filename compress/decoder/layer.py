@@ -23,7 +23,6 @@ from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import FindScale, Heads, by_alpha, smooth_linears
 from penjing.compress.decoder.smooth_search import Search
-from penjing.compress.decoder.stepped import SteppedWeight, quantize_stepped, quantize_stepped_compensated
 from penjing.compress.decoder.stream import LayerStream, Weights
 from penjing.compress.decoder.weights import (
     LinearError,
@@ -32,6 +31,7 @@ from penjing.compress.decoder.weights import (
     linear_error,
     quantize_per_channel,
 )
+from penjing.compress.rounding.stepped import SteppedWeight, quantize_stepped, quantize_stepped_compensated
 from penjing.core.artifact.transform import INPUTS, NORMS
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError

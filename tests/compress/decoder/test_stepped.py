@@ -13,9 +13,9 @@ from torch import Tensor
 
 from penjing.compress.decoder.compensate import error_spread
 from penjing.compress.decoder.int4 import group_range, quantize_grouped
-from penjing.compress.decoder.stepped import SteppedWeight, quantize_stepped, quantize_stepped_compensated
 from penjing.compress.exports import export_artifact
 from penjing.compress.report.schema import read_report
+from penjing.compress.rounding.stepped import SteppedWeight, quantize_stepped, quantize_stepped_compensated
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
