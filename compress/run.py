@@ -101,7 +101,10 @@ def quantize_to_folder(
     Raises:
         PenjingError: as `run_recipe`.
     """
-    step = {"kind": "quantize"} | ({} if target is None else {"target": target})
+    step: dict[str, Any] = {"kind": "quantize"} | ({} if target is None else {"target": target})
+    quantizer = family_at(source).quantizer
+    if quantizer is not None and quantizer.fitting is not None:
+        step |= quantizer.fitting(source)
     recipe = {"model": str(source), "output": str(out), "steps": [step]}
     sections = tuple(f"{name}." for name in Recipe.model_fields)
     given = [text if text.startswith(sections) else f"steps.0.{text}" for text in overrides]

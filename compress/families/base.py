@@ -65,6 +65,7 @@ class Pruner:
         zero_weights: (checkpoint, a folder, method, share, pattern, samples, progress) writes it with zeros into the
             folder; its record. None: single weights stay.
         finish: what is done to the pruned checkpoint, not yet published, with samples; its record. None: nothing.
+        num_layers: how many layers a checkpoint has that may leave as a whole; None: it is not known in advance.
     """
 
     parts: tuple[str, ...]
@@ -74,6 +75,7 @@ class Pruner:
     obs: OneByOne | None = None
     zero_weights: Callable[..., list[dict[str, Any]]] | None = None
     finish: Callable[[Path, DataSettings, Progress], dict[str, Any]] | None = None
+    num_layers: Callable[[Path], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,15 @@ class Quantizer:
         run: (places, settings, samples' settings, the model that the run began with, progress) fills
             `places.partial` with an artifact that has passed its parity gate; its record.
         needs: (checkpoint, settings, samples' settings) → what that takes; None: as training, or twice the weights.
+        fitting: of a checkpoint, the settings without which the step would refuse it, for `penjing compress quantize`,
+            which has no recipe to name them; None: defaults fit every one.
     """
 
     settings: type[Config]
     check: Callable[[Path, Any, DataSettings], None]
     run: Callable[[Places, Any, DataSettings, Path, Progress], dict[str, Any]]
     needs: Callable[[Path, Any, DataSettings], Needs] | None = None
+    fitting: Callable[[Path], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

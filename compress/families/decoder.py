@@ -51,11 +51,15 @@ def _held_out(settings: EvaluateSettings) -> int:
     return settings.prose_tokens + settings.code_tokens
 
 
+def _num_layers(folder: Path) -> int:
+    return open_checkpoint(folder).config.num_hidden_layers
+
+
 def _depth(
     folder: Path, count: int, choice: DepthChoice, samples: Samples, progress: Progress
 ) -> tuple[list[int], dict[str, Any]]:
     DecoderSubject(folder, (), (), progress)  # refuses what is damaged before anything runs through it
-    if count >= (whole := open_checkpoint(folder).config.num_hidden_layers):
+    if count >= (whole := _num_layers(folder)):
         raise ConfigError(f"layers={count}: {folder} has {whole}, and at least one must stay")
     if choice == "trials":
         layers, rounds = layers_by_trial(folder, _windows(samples), count, progress)
@@ -126,9 +130,10 @@ FAMILY = Family(
         reconstruct=_reconstruct,
         obs=_obs,
         zero_weights=_zero_weights,
+        num_layers=_num_layers,
     ),
     training=TRAINING,
-    quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs),
+    quantizer=Quantizer(quantizer.DecoderQuantize, quantizer.check, quantizer.quantize, _needs, quantizer.fitting),
     rerun=_rerun,
     exporter=Exporter((*FOLDERS, "gguf"), FOLDERS, export_decoder),
 )

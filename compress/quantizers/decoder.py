@@ -99,6 +99,11 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
         run_recipe_of(source, step, training, data, source)
 
 
+def fitting(source: Path) -> dict[str, Any]:
+    """Settings without which the network could not be quantized: no rotation passes a norm behind attention and MLP."""
+    return {} if open_checkpoint(source).config.norms == "before" else {"transform": {"rotate": False}}
+
+
 def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int, int, int]:
     """Bytes of memory, of the artifact, and on disk until it is complete, without training."""
     found = int8_needs(step, open_checkpoint(source).config, data.tokens)

@@ -158,7 +158,7 @@ class Prune(Step):
     def check(self, context: Context) -> None:
         """See `Step`."""
         context.family.need("pruner", "pruned")
-        check_parts(self.parts, context)
+        check_parts(self.parts, self.layers, context)
         check_reconstruct(self.reconstruct, context)
         check_method(self.method, self.width_parts(), context)
         if self.protect:

@@ -12,11 +12,12 @@ from penjing.compress.steps.base import Context
 from penjing.core.errors import ConfigError
 
 
-def check_parts(parts: tuple[str, ...] | None, context: Context) -> None:
-    """Refuse `parts` that the family does not have.
+def check_parts(parts: tuple[str, ...] | None, layers: int | tuple[int, ...] | None, context: Context) -> None:
+    """Refuse `parts` that the family does not have, and more `layers` than the model of the recipe may lose; earlier
+    steps leave it no more.
 
     Raises:
-        ConfigError: it has none, or others.
+        ConfigError: it has none, or others; so many layers are not there.
     """
     known = context.family.need("pruner", "pruned").parts
     if known and (wrong := [part for part in parts or () if part not in known]):
@@ -25,6 +26,10 @@ def check_parts(parts: tuple[str, ...] | None, context: Context) -> None:
         raise ConfigError(
             f"parts={list(parts)}: decoders have parts, {context.model} is {context.family.said}; leave them out"
         )
+    count = layers if isinstance(layers, int) else len(layers or ())
+    whole = context.family.need("pruner", "pruned").num_layers
+    if count and whole is not None and count >= (has := whole(context.model)):
+        raise ConfigError(f"layers={layers}: {context.model} has {has}, and at least one must stay")
 
 
 def check_reconstruct(asked: bool, context: Context) -> None:

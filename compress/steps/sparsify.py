@@ -66,7 +66,7 @@ class Sparsify(TrainedStep):
             raise ConfigError(
                 f"sparsify is not for {context.family.said} so far; prune {context.model} and let it learn"
             )
-        check_parts(self.parts, context)
+        check_parts(self.parts, None, context)
         if self.protect:
             check_protected(self.protect, context.model, context.family.skeleton(context.model).model)
 

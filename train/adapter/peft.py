@@ -51,10 +51,12 @@ def load_adapter(folder: Path, config: AdapterConfig, base: Path) -> dict[str, T
         raise ConfigError(
             f"adapter.initial = {folder} is no plain LoRA adapter, which is all that is read: it has {said}"
         )
-    for key, ours in (("r", config.rank), ("lora_alpha", config.alpha)):
-        if settings.get(key) != ours:
-            name = "rank" if key == "r" else "alpha"
-            raise ConfigError(f"adapter.initial = {folder} has {key} = {settings.get(key)}; set adapter.{name} to it")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if (rank, alpha) != (config.rank, config.alpha):
+        raise ConfigError(
+            f"adapter.initial = {folder} has r = {rank} and lora_alpha = {alpha}; set adapter.rank and adapter.alpha "
+            "to them"
+        )
     if BASE in settings and settings[BASE] != base_hash(base):
         raise ConfigError(
             f"adapter.initial = {folder} was trained beside {settings.get('base_model_name_or_path')}, and initial = "

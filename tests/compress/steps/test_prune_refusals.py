@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penjing.compress.families.base import family_at
+from penjing.compress.preflight import check_fit
 from penjing.compress.prune import budget
 from penjing.compress.prune.budget import Budget
 from penjing.compress.prune.graph import dependency_graph
+from penjing.compress.recipe import load_recipe
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.steps.base import Context
 from penjing.compress.steps.prune import Prune
@@ -170,6 +172,16 @@ def test_more_layers_than_there_are(tmp_path: Path) -> None:
     decoder(tmp_path / "dense")
     with pytest.raises(ConfigError, match="has 3, and at least one must stay"):
         prune(tmp_path / "dense", tmp_path / "pruned", tokens(), parts=["layers"], layers=3)
+
+
+@pytest.mark.parametrize("layers", [3, [0, 1, 2]])
+def test_more_layers_than_there_are_are_refused_before_anything_is_measured(tmp_path: Path, layers: object) -> None:
+    decoder(tmp_path / "dense")
+    step = {"kind": "prune", "parts": ["layers"], "layers": layers}
+    recipe = load_recipe({"model": str(tmp_path / "dense"), "output": str(tmp_path / "out"), "steps": [step]})
+    context = Context(recipe.model, family_at(recipe.model), recipe.data, Silent())
+    with pytest.raises(ConfigError, match="dense has 3, and at least one must stay"):
+        check_fit(recipe, context)
 
 
 def test_one_key_value_head_stays(tmp_path: Path) -> None:

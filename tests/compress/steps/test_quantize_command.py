@@ -11,6 +11,7 @@ import pytest
 from penjing.compress.samples import data
 from penjing.core.cli import _run
 from tests.compress.quantize.folders import image_set, vision_folder
+from tests.conftest import write_tiny_checkpoint
 
 
 @pytest.fixture
@@ -35,6 +36,20 @@ def test_quantize_verify_export(source: Path, tmp_path: Path, capsys: pytest.Cap
     assert "was made from another recipe, input or version; replace it with --force" in capsys.readouterr().err
     assert _run(["compress", "quantize", str(source), str(out), "--force", "--target", "onnxruntime-avx2"]) == 0
     assert json.loads((out / "quantization.json").read_text())["weights"] == "int7"
+
+
+def test_a_network_that_no_rotation_passes_is_quantized_as_it_is_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_tiny_checkpoint(tmp_path / "around", model_type="penjing", norms="around")
+    small = ["data.tokens=512", "data.window=64", "evaluate.window=64"]
+    small += ["evaluate.prose_tokens=128", "evaluate.code_tokens=128"]
+    settings = [part for setting in small for part in ("--set", setting)]
+    typed = ["compress", "quantize", str(source), str(tmp_path / "int8"), *settings]
+    assert _run([*typed, "--set", "transform.rotate=true"]) == 2
+    assert "does not let a rotation of the residual through; set rotate = false" in capsys.readouterr().err
+    assert _run(typed) == 0
+    assert "rotate = false" in (tmp_path / "int8" / "recipe.toml").read_text()
 
 
 def test_mistakes_are_one_line_and_leave_nothing(

@@ -183,7 +183,7 @@ def test_a_run_writes_the_adapter_alone_and_the_engine_serves_it(recipe: Path, i
 def test_a_run_beside_an_artifact_goes_on_from_an_adapter(recipe: Path, tmp_path: Path) -> None:
     train(recipe, ["steps=2"])
     train(recipe, ["steps=1", f"output={tmp_path}/next", f"adapter.initial={tmp_path}/out"])
-    with pytest.raises(ConfigError, match=r"has r = 4; set adapter.rank to it"):
+    with pytest.raises(ConfigError, match=r"has r = 4 and lora_alpha = .*; set adapter.rank and adapter.alpha to them"):
         train(recipe, ["adapter.rank=8", f"output={tmp_path}/more", f"adapter.initial={tmp_path}/out"])
 
 

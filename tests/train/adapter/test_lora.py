@@ -141,7 +141,7 @@ def test_adapters_of_another_kind_or_base_are_refused(recipe: Path, tmp_path: Pa
     assert config is not None
     with pytest.raises(ConfigError, match="has other weights; give that checkpoint"):
         load_adapter(folder, config, make_tiny_checkpoint(seed=7))
-    with pytest.raises(ConfigError, match=r"has r = 4; set adapter.rank to it"):
+    with pytest.raises(ConfigError, match=r"has r = 4 and lora_alpha = .*; set adapter.rank and adapter.alpha to them"):
         load_adapter(folder, AdapterConfig(rank=8), make_tiny_checkpoint())
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors.popitem()
