@@ -21,6 +21,8 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
   that the model of `start` becomes; the sums are none of those that it learnt from. `near_misses` are those whose wrong
   sum is off by one or two. `chosen_right` is the share of these sums whose right answer scores higher than all others.
 - `recipe` is the same share of the reward model that recipes/smollm2-reward.toml makes, of the pairs that it held out.
+- `large` is the share of right sums that recipes/smollm2-grpo.toml holds out, by the model of recipes/smollm2-sft.toml
+  and by what GRPO makes of it: the likeliest answers, and 16 sampled ones to each sum.
 - `ppo` lets the model of `start` learn by PPO from the reward model of `judge`, which never sees whether an answer is
   right: the learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums,
   over the distance from the model that it began as. That is estimated from the model's own answers, so that of the two
@@ -54,6 +56,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from penjing.train.align.evaluate import evaluate_answers
 from penjing.train.align.rewards import ModelReward
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.reference import reference_logprobs
@@ -344,6 +347,17 @@ def recipe_rows(_: Bench) -> list[Row]:
     return [new_row("align", "recipe/ordered_sums", evaluated(folder)["preference_accuracy"], "share", runs=1)]
 
 
+def large_rows(_: Bench) -> list[Row]:
+    recipe, found = ROOT / "recipes/smollm2-grpo.toml", list[dict[str, float]]()
+    for name in ("smollm2-sft", "smollm2-grpo"):
+        if not (ROOT / "build" / name / MANIFEST_NAME).exists():
+            raise InputError(f"build/{name} is missing; run: penjing train recipes/{name}.toml")
+        found.append(evaluate_answers(recipe, [], ROOT / "build" / name, 16, Silent()))
+    before, after = found
+    rows = before_and_after("large/right_sums", before["greedy"], after["greedy"])
+    return [*rows, *before_and_after("large/right_sampled_sums", before["best_of_1"], after["best_of_1"])]
+
+
 def ppo_rows(bench: Bench) -> list[Row]:
     model = bench.ppo()
     lines = (bench.work / "ppo-run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -378,6 +392,7 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "reward": reward_rows,
     "judge": judge_rows,
     "recipe": recipe_rows,
+    "large": large_rows,
     "ppo": ppo_rows,
 }
 

@@ -38,8 +38,8 @@ class PromptConfig(WrittenConfig):
     sources: tuple[str, ...] = Field(
         default=(),
         validate_default=True,
-        description="Of rows: files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums, or "
-        "'builtin:questions', a thousand without answers.",
+        description="Of rows: files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums, "
+        "'builtin:large-sums', 512 of numbers of three digits, or 'builtin:questions', a thousand without answers.",
     )
     tasks: dict[str, float] = Field(
         default={},

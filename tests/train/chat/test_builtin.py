@@ -26,8 +26,9 @@ def test_sums_are_the_same_on_every_machine() -> None:
     assert digest == "03d62080429075a3fb474df624db089398bd05a189f27c612cdf51020232780c"
 
 
-def test_the_chosen_answer_is_right_and_the_rejected_one_wrong() -> None:
-    rows = list(builtin_rows("builtin:sums"))
+@pytest.mark.parametrize(("source", "digits"), [("builtin:sums", {1, 2}), ("builtin:large-sums", {3})])
+def test_the_chosen_answer_is_right_and_the_rejected_one_wrong(source: str, digits: set[int]) -> None:
+    rows = list(builtin_rows(source))
     asked = {row["prompt"][0]["content"] for row in rows}
     assert len(rows) == len(asked) == SUMS
     for row in rows:
@@ -39,6 +40,7 @@ def test_the_chosen_answer_is_right_and_the_rejected_one_wrong() -> None:
         assert wrong is not None
         a, b, said = map(int, right.groups())
         assert re.findall(r"\d+", question) == [str(a), str(b)] == list(wrong.groups()[:2])
+        assert {len(str(a)), len(str(b))} <= digits
         assert said == a + b == int(row["answer"]) != int(wrong[3])
         assert int(wrong[3]) > 0
 
@@ -70,7 +72,7 @@ def test_they_are_conversations_and_pairs(tiny_checkpoint: Path) -> None:
 def test_a_name_that_is_unknown_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(
         InputError,
-        match=r"'builtin:prose' is unknown; choose builtin:sums, builtin:sums-compared, builtin:questions, a file or",
+        match=r"'builtin:prose' is unknown; choose builtin:sums, builtin:sums-compared, builtin:large-sums, builtin:q",
     ):
         take_rows(["builtin:prose"], dict, 0.0, Silent())
     with pytest.raises(InputError, match=r"chats.jsonl does not exist; .*, or builtin:sums"):
