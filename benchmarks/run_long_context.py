@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--text", choices=["prose", "code"], help="perplexity of this text alone")
     parser.add_argument("--kv", choices=KV_DTYPES, help="pass key and perplexity with this cache alone")
     parser.add_argument(
-        "--full-layers", type=int, nargs="+", help="pass key and perplexity with these layers reading all keys"
+        "--full-layers", type=int, nargs="+", help="all but what is counted, with these layers reading all keys"
     )
     parser.add_argument("--budget", type=int, default=2048, help="of --full-layers: keys that the other layers read")
     parser.add_argument("--rounds", type=int, default=7)
@@ -79,7 +79,7 @@ def main() -> int:
         if "pass_key" in wanted:
             pass_key_rows(loaded, step, kinds, arguments)
         if "steps" in wanted:
-            append("long_context", step_rows(loaded.config, step, arguments.rounds), arguments.results)
+            append("long_context", step_rows(loaded.config, step, arguments), arguments.results)
     return 0
 
 
@@ -121,6 +121,11 @@ def with_layers(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig.model_validate(CHOOSING.model_dump() | settings)
 
 
+def named_layers(arguments: argparse.Namespace) -> str:
+    """What the names of rows with `--full-layers` have more."""
+    return "" if arguments.full_layers is None else f"_full_layers_{'_'.join(map(str, arguments.full_layers))}"
+
+
 def perplexity_rows(
     loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], arguments: argparse.Namespace
 ) -> Iterator[Row]:
@@ -128,7 +133,7 @@ def perplexity_rows(
     texts = {"prose": heldout_text(), "code": code_text(8 * count)}
     if arguments.text is not None:
         texts = {arguments.text: texts[arguments.text]}
-    suffix = "" if arguments.full_layers is None else f"_full_layers_{'_'.join(map(str, arguments.full_layers))}"
+    suffix = named_layers(arguments)
     for name, text in texts.items():
         ids = torch.tensor(loaded.tokenizer.encode(text)[:count]).view(-1, CONTEXT)
         for kind in kinds:
@@ -182,11 +187,11 @@ def pass_key_rows(
     if arguments.full_layers is not None:
         engine = with_layers(arguments)
         share = share_read(loaded.config, engine, CONTEXT - 1, None)
-        name = f"full_layers_{'_'.join(map(str, arguments.full_layers))}_budget_{arguments.budget}"
-        append("long_context", [new_row("long_context", f"keys_read_{CONTEXT}_{name}", share, "share", runs=0)], folder)
+        name = f"{named_layers(arguments)}_budget_{arguments.budget}"
+        append("long_context", [new_row("long_context", f"keys_read_{CONTEXT}{name}", share, "share", runs=0)], folder)
         for kind in kinds:
             for depth, value in zip(DEPTHS, pass_key_losses(loaded, step, kind, engine), strict=True):
-                row = new_row("long_context", f"pass_key_{kind}_depth_{depth:.1f}_{name}", value, "nats", runs=1)
+                row = new_row("long_context", f"pass_key_{kind}_depth_{depth:.1f}{name}", value, "nats", runs=1)
                 append("long_context", [row], folder)
         return
     for kind in kinds:
@@ -210,13 +215,15 @@ def pass_key_losses(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engin
         yield loss_of(cache.run(key.asked, key.at + len(key.text), rows), key)
 
 
-def step_rows(config: DecoderConfig, step: DecoderStep, rounds: int) -> list[Row]:
+def step_rows(config: DecoderConfig, step: DecoderStep, arguments: argparse.Namespace) -> list[Row]:
     """Decode steps over random keys; how fast a choice is made does not depend on what is chosen."""
     step.max_positions = 16384  # what a position is rotated by does not matter here
     cases: dict[str, Case] = {}
+    chooses = CHOOSING if arguments.full_layers is None else with_layers(arguments)
+    suffix = f"{named_layers(arguments)}_budget_{arguments.budget}" if arguments.full_layers is not None else ""
     for context in (8192, 16384):
         for kind in KV_DTYPES:
-            for name, engine in (("full", EngineConfig()), ("blocks", CHOOSING)):
+            for name, engine in (("full", EngineConfig()), ("blocks", chooses)):
                 cache = OneSequence.make(config, step, kind, engine, context)
                 if cache.scale is None:
                     cache.pool.normal_()
@@ -228,14 +235,14 @@ def step_rows(config: DecoderConfig, step: DecoderStep, rounds: int) -> list[Row
                     cache.blocks.summary_scale.uniform_(0.005, 0.01)
                 run = lambda c=cache, p=context - 1: c.run(torch.tensor([7]), p, torch.arange(1))  # noqa: E731
                 cases[f"{context}_{kind}_{name}"] = Case(run, 1, 4)
-    rate = Rounds(cases, rounds).rate
+    rate = Rounds(cases, arguments.rounds).rate
     return [
         new_row(
             "long_context",
-            f"decode_{name}",
+            f"decode_{name}{suffix if name.endswith('blocks') else ''}",
             value,
             "tok/s",
-            runs=rounds,
+            runs=arguments.rounds,
             baseline=None if name.endswith("full") else FULL,
             baseline_value=None if name.endswith("full") else rate[name.replace("blocks", "full")],
         )
