@@ -114,7 +114,6 @@ HEADLINES = [  # of the README: title, benchmark, what the names of its metrics 
     ("… rise of perplexity (95 %)", "compress", "smollm2-int8-hadamard/perplexity_", "prose_rise code_rise"),
     ("… on the worst of four other kinds of text", "generalisation", "smollm2-int8-hadamard/", "worst_rise"),
     ("… by `smollm2-int8`, which every engine loads", "generalisation", "smollm2-int8/", "worst_rise"),
-    ("… by `smollm2-int8-qat`, trained, likewise", "generalisation", "smollm2-int8-qat/", "worst_rise"),
     ("ResNet-8 on Fashion-MNIST, pruned, in INT8", "int8", "fashion/recipe/", "accuracy size throughput"),
     ("MiniLM in INT8", "encoder", "onnxruntime-cpu/int8/", "cosine_mean throughput"),
     ("Training a decoder in BF16", "train", "", "decoder_bf16"),

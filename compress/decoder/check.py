@@ -21,6 +21,7 @@ from penjing.core.manifest import verify
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
+from penjing.kernels.hadamard import MAX_BLOCK
 
 FLOATING = ("F32", "F16", "BF16", "F64")
 DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
@@ -178,7 +179,9 @@ def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
         return DecoderConfig.model_validate(values)
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"transform.hadamard_down: {why}") from None
+        largest = min(size & -size for size in config.intermediate_sizes or (config.intermediate_size,))
+        fits = f"take {min(largest, MAX_BLOCK)}, or 0" if largest > 1 and config.moe is None else "leave it 0"
+        raise ConfigError(f"{why.replace('mlp_hadamard', 'transform.hadamard_down')}; {fits}") from None
 
 
 def linear_modules(config: DecoderConfig) -> list[str]:

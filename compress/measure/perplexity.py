@@ -52,7 +52,8 @@ def own_windows(folder: Path, texts: Mapping[str, Path], num_tokens: int, window
         return {}
     documents, found = Documents(folder), dict[str, Tensor]()
     for name, path in texts.items():
-        found[name] = spread(documents.tokens([path], f"{EVALUATE}.{name}"), num_tokens // window, window)
+        named = f"{EVALUATE}.{name}"
+        found[name] = spread(documents.tokens([path], named), num_tokens // window, window, named)
     return found
 
 

@@ -34,7 +34,7 @@ def decoder_windows(
     documents, left = Documents(folder), num_tokens // window
     parts: list[Tensor] = []
     if own:
-        parts.append(spread(documents.tokens(own, CALIBRATE), max(1, round(share * left)), window))
+        parts.append(spread(documents.tokens(own, CALIBRATE), max(1, round(share * left)), window, CALIBRATE))
     if documents.template is not None:
         tokens = _conversations(documents)
         count = min(round(CHAT * left), left - sum(map(len, parts)), len(tokens) // window)
@@ -45,8 +45,11 @@ def decoder_windows(
     return torch.cat(parts)
 
 
-def spread(tokens: list[int], count: int, window: int) -> Tensor:
+def spread(tokens: list[int], count: int, window: int, named: str = "the text") -> Tensor:
     """(≤ count, window) int64: whole windows, evenly spread over `tokens`; all of them where there are fewer.
+
+    Args:
+        named: the setting that the text is of, for the message.
 
     Raises:
         InputError: there is not even one.
@@ -54,7 +57,7 @@ def spread(tokens: list[int], count: int, window: int) -> Tensor:
     whole = len(tokens) // window
     if not whole:
         raise InputError(
-            f"your text has {len(tokens)} tokens, and a window has {window}; give more, or smaller windows"
+            f"{named} has {len(tokens)} tokens, and a window has {window}; give more text, or smaller windows"
         )
     count = min(count, whole)
     rows_WT = torch.tensor(tokens[: whole * window], dtype=torch.int64).view(whole, window)

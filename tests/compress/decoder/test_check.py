@@ -78,8 +78,8 @@ def test_an_embedding_beyond_float16_is_refused(make_tiny_checkpoint: Callable[.
         (['steps.0.keep=["*.down_prj"]'], r"steps.0: keep: '\*.down_prj' matches no linear layer"),
         (['steps.0.zero_points=["*.down_prj"]'], r"steps.0: zero_points: '\*.down_prj' matches no linear layer"),
         (['steps.0.zero_points=["*.q_proj"]'], r"name all layers that read what model.layers.0.self_attn.q_proj reads"),
-        (["steps.0.transform.hadamard_down=64"], "hadamard_down: .* needed that divides 96"),
-        (["steps.0.transform.hadamard_down=3"], "hadamard_down: .* power of two"),
+        (["steps.0.transform.hadamard_down=64"], r"hadamard_down=64: .* needed that divides 96; take 32, or 0"),
+        (["steps.0.transform.hadamard_down=3"], r"hadamard_down=3: a power of two .* take 32"),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused(
