@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from lib.models import ARTIFACT, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
+from lib.texts import SOURCES
 from run_kernels import Case, Rounds
 from torch import Tensor
 
@@ -53,7 +54,9 @@ def main() -> int:
     parser.add_argument("model", type=Path, nargs="?", default=ARTIFACT, help="an artifact or checkpoint")
     parser.add_argument("--windows", type=int, default=1, help=f"of {CONTEXT} tokens of prose, and as many of code")
     parser.add_argument("--table", action="store_true", help="perplexity by size of block and budget too")
-    parser.add_argument("--text", choices=["prose", "code"], help="perplexity of this text alone")
+    parser.add_argument(
+        "--text", choices=["prose", "code", *SOURCES], help="perplexity of this text alone, and pass keys in it"
+    )
     parser.add_argument("--kv", choices=KV_DTYPES, help="pass key and perplexity with this cache alone")
     parser.add_argument(
         "--full-layers", type=int, nargs="+", help="all but what is counted, with these layers reading all keys"
@@ -126,13 +129,19 @@ def named_layers(arguments: argparse.Namespace) -> str:
     return "" if arguments.full_layers is None else f"_full_layers_{'_'.join(map(str, arguments.full_layers))}"
 
 
+def text_of(name: str, count: int = CONTEXT) -> str:
+    """A text of so many tokens, or more."""
+    if name == "code":
+        return code_text(8 * count)
+    return heldout_text() if name == "prose" else SOURCES[name].text()
+
+
 def perplexity_rows(
     loaded: LoadedModel, step: DecoderStep, kinds: tuple[KvDtype, ...], arguments: argparse.Namespace
 ) -> Iterator[Row]:
     count = CONTEXT * arguments.windows
-    texts = {"prose": heldout_text(), "code": code_text(8 * count)}
-    if arguments.text is not None:
-        texts = {arguments.text: texts[arguments.text]}
+    names = ("prose", "code") if arguments.text is None else (arguments.text,)
+    texts = {name: text_of(name, count) for name in names}
     suffix = named_layers(arguments)
     for name, text in texts.items():
         ids = torch.tensor(loaded.tokenizer.encode(text)[:count]).view(-1, CONTEXT)
@@ -184,20 +193,22 @@ def pass_key_rows(
 ) -> None:
     """Append the rows of each depth as it is measured; with `--full-layers` of the engine that has these alone."""
     folder: Path = arguments.results
+    named = arguments.text or "prose"
+    text, stem = text_of(named), "pass_key" if named == "prose" else f"pass_key_in_{named}"
     if arguments.full_layers is not None:
         engine = with_layers(arguments)
         share = share_read(loaded.config, engine, CONTEXT - 1, None)
         name = f"{named_layers(arguments)}_budget_{arguments.budget}"
         append("long_context", [new_row("long_context", f"keys_read_{CONTEXT}{name}", share, "share", runs=0)], folder)
         for kind in kinds:
-            for depth, value in zip(DEPTHS, pass_key_losses(loaded, step, kind, engine), strict=True):
-                row = new_row("long_context", f"pass_key_{kind}_depth_{depth:.1f}{name}", value, "nats", runs=1)
+            for depth, value in zip(DEPTHS, pass_key_losses(loaded, step, kind, engine, text), strict=True):
+                row = new_row("long_context", f"{stem}_{kind}_depth_{depth:.1f}{name}", value, "nats", runs=1)
                 append("long_context", [row], folder)
         return
     for kind in kinds:
-        full, chosen = (pass_key_losses(loaded, step, kind, engine) for engine in (EngineConfig(), CHOOSING))
+        full, chosen = (pass_key_losses(loaded, step, kind, engine, text) for engine in (EngineConfig(), CHOOSING))
         for depth, base, value in zip(DEPTHS, full, chosen, strict=True):
-            name = f"pass_key_{kind}_depth_{depth:.1f}"
+            name = f"{stem}_{kind}_depth_{depth:.1f}"
             rows = [
                 new_row("long_context", f"{name}_full", base, "nats", runs=1),
                 new_row("long_context", name, value, "nats", runs=1),
@@ -205,10 +216,12 @@ def pass_key_rows(
             append("long_context", rows, folder)
 
 
-def pass_key_losses(loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig) -> Iterator[float]:
+def pass_key_losses(
+    loaded: LoadedModel, step: DecoderStep, kind: KvDtype, engine: EngineConfig, text: str
+) -> Iterator[float]:
     """Nats a digit at each depth. The text is computed once: less and less of it stands before the number."""
     cache = OneSequence.make(loaded.config, step, kind, engine, CONTEXT)
-    for key in pass_keys(loaded.tokenizer.encode, CONTEXT, DEPTHS):
+    for key in pass_keys(loaded.tokenizer, CONTEXT, DEPTHS, text):
         cache.prefill(key.before, 0)
         cache.prefill(key.text, key.at)
         rows = torch.arange(len(key.asked) - key.digits - 1, len(key.asked) - 1)

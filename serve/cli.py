@@ -335,14 +335,13 @@ def bench_lookups(
     """
     from penjing.core.progress import progress_bar
     from penjing.serve.bench.lookups import bench_lookups as run
+    from penjing.serve.bench.lookups import serve_command
 
     with progress_bar() as progress:
         config = engine_config(kv_dtype, "cpu", "off", overrides)
         result = run(model, context, progress=progress, engine_config=config)
     _show(result, json_file)
-    layers = str(result["attention_full_layers"]).replace(" ", "")
-    settings = ["attention=window+blocks", *(overrides or []), f"attention_full_layers={layers}"]
-    print("penjing serve", model, *(f"--set '{each}'" for each in settings))
+    print(serve_command(model, kv_dtype, overrides or [], result["attention_full_layers"]))
 
 
 @bench_app.command("ab")

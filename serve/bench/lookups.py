@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.core.text.corpus import heldout_text
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.kernels.cpu.key_blocks import KeyBlocks, StepBlocks
 from penjing.serve.bench.one_sequence import PAGE, OneSequence
 from penjing.serve.engine.config import EngineConfig, KvDtype
@@ -88,15 +90,23 @@ def bench_lookups(
         return _search(loaded, engine, kind, context, progress) | {"model": str(folder)}
 
 
-def pass_keys(encode: Callable[[str], list[int]], context: int, depths: Iterable[float]) -> list[PassKey]:
+def pass_keys(tokenizer: Tokenizer, context: int, depths: Iterable[float], text: str | None = None) -> list[PassKey]:
     """One for each depth, from the last to the first, in the same text of `context` tokens.
+
+    Args:
+        text: what they stand in; None: held-out help topics.
 
     Raises:
         InputError: the text that comes along is shorter, or the context has no room for number and question.
     """
-    text, random = encode(heldout_text())[:context], Random(0)
-    if len(text) < context:
-        raise InputError(f"the text that comes along has {len(text)} tokens of this model; take --context {len(text)}")
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, allow_special=False, add_special=False)
+
+    begin, random = tokenizer.encode(""), Random(0)  # begin-of-text, where the tokenizer puts one
+    tokens = [*begin, *encode(heldout_text() if text is None else text)][:context]
+    if len(tokens) < context:
+        raise InputError(f"the text has {len(tokens)} tokens of this model; take --context {len(tokens)}")
     found: list[PassKey] = []
     for depth in depths:
         number = "".join(str(random.randrange(10)) for _ in range(DIGITS))
@@ -109,9 +119,9 @@ def pass_keys(encode: Callable[[str], list[int]], context: int, depths: Iterable
                 f"at {depth} of {context} tokens there is no room for a number and a question of "
                 f"{context - end} tokens of this model; take a longer --context"
             )
-        rest = text[at:end]
+        rest = tokens[at:end]
         asked = torch.tensor([*question, *answer])
-        before = torch.tensor([] if found else text[:at], dtype=torch.int64)
+        before = torch.tensor([] if found else tokens[:at], dtype=torch.int64)
         found.append(PassKey(at, before, torch.tensor([*told, *rest]), asked, min(DIGITS, len(answer))))
     return found
 
@@ -130,8 +140,7 @@ class _Asker:
         assert blocks is not None
         if step is None:
             raise InputError("attention=window+blocks needs the compiled step, which does not take this model here")
-        encode = loaded.tokenizer.encode
-        self.keys = pass_keys(lambda text: encode(text, allow_special=False, add_special=False), context, DEPTHS)
+        self.keys = pass_keys(loaded.tokenizer, context, DEPTHS)
         self.layers, self.blocks = loaded.config.num_hidden_layers, blocks
         self._cache = OneSequence.make(loaded.config, step, kind, engine, context)
         assert self._cache.blocks is not None
@@ -159,6 +168,15 @@ class _Asker:
         choice = StepBlocks(blocks, full_layers, kept.summary[choosing], kept.summary_scale[choosing])
         rows = torch.arange(len(key.asked) - key.digits - 1, len(key.asked) - 1)
         return loss_of(self._cache.run(key.asked, key.at + len(key.text), rows, choice), key)
+
+
+def serve_command(model: Path, kv_dtype: str, overrides: Sequence[str], layers: Sequence[int]) -> str:
+    """What to type to serve with the layers that were found and the settings that they were found with."""
+    found = {"attention": "window+blocks", "attention_full_layers": str(list(layers)).replace(" ", "")}
+    kept = [each for each in overrides if each.partition("=")[0] not in found]
+    kept += [] if kv_dtype == "auto" else [f"kv_dtype={kv_dtype}"]
+    settings = [*kept, *(f"{name}={value}" for name, value in found.items())]
+    return shlex.join(["penjing", "serve", str(model), *(part for each in settings for part in ("--set", each))])
 
 
 def take_layers(

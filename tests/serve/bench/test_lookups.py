@@ -11,11 +11,11 @@ import torch
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.serve.bench import lookups
-from penjing.serve.bench.lookups import bench_lookups, loss_of, pass_keys, take_layers
+from penjing.serve.bench.lookups import bench_lookups, loss_of, pass_keys, serve_command, take_layers
 from penjing.serve.bench.one_sequence import OneSequence
 from penjing.serve.engine.config import EngineConfig
 from tests.kernels.cpu import needs_extension
-from tests.serve.tiny import tiny_model
+from tests.serve.tiny import EOS, tiny_model
 
 CONTEXT = 640  # bytes; a telling and a question are 110
 FULL = "attention_full_layers"
@@ -55,7 +55,7 @@ def test_none_is_taken_that_gives_nothing() -> None:
 
 def test_a_key_stands_at_its_depth_and_is_asked_for_at_the_end() -> None:
     tokenizer = tiny_model().tokenizer
-    keys = pass_keys(tokenizer.encode, CONTEXT, (0.8, 0.2))
+    keys = pass_keys(tokenizer, CONTEXT, (0.8, 0.2))
     assert [key.at for key in keys] == [512, 128]
     assert [len(key.before) for key in keys] == [512, 0]
     for key in keys:
@@ -63,7 +63,7 @@ def test_a_key_stands_at_its_depth_and_is_asked_for_at_the_end() -> None:
         number = tokenizer.decode(key.asked.tolist())[-key.digits :]
         assert tokenizer.decode(key.text.tolist()).startswith(f"\n\nThe pass key is {number}. Remember")
     with pytest.raises(InputError, match=r"at 0.8 of 320 tokens there is no room for .* take a longer --context"):
-        pass_keys(tokenizer.encode, 320, (0.8,))
+        pass_keys(tokenizer, 320, (0.8,))
 
 
 @needs_extension
@@ -84,7 +84,7 @@ def test_what_is_measured_is_the_loss_of_the_step_with_these_layers(monkeypatch:
 
     step = fuse_decoder(loaded.model)
     assert step is not None
-    (key,) = pass_keys(loaded.tokenizer.encode, CONTEXT, (0.4,))
+    (key,) = pass_keys(loaded.tokenizer, CONTEXT, (0.4,))
 
     def loss(layers: list[int] | None) -> float:
         """From a cache that has summaries of the other layers alone, from the start; None: full attention."""
@@ -103,6 +103,25 @@ def test_what_is_measured_is_the_loss_of_the_step_with_these_layers(monkeypatch:
     assert nats["these_layers"] == pytest.approx(loss(found[FULL]), abs=1e-9)
     assert nats["layer_2_alone"] == pytest.approx(loss([2]), abs=1e-9)
     assert len({round(value, 6) for value in nats.values()}) >= 4
+
+
+def test_the_command_has_what_was_measured_once() -> None:
+    given = ["attention_budget=1024", "attention_full_layers=3", "attention=full"]
+    assert serve_command(Path("my model"), "int8", given, [7, 18]) == (
+        "penjing serve 'my model' --set attention_budget=1024 --set kv_dtype=int8 --set attention=window+blocks "
+        "--set 'attention_full_layers=[7,18]'"
+    )
+    assert serve_command(Path("m"), "auto", [], []).endswith("--set 'attention_full_layers=[]'")
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_model().tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **how: encode(text) if how else [EOS, *encode(text)])
+    (key,) = pass_keys(tokenizer, CONTEXT, (0.8,))
+    assert (key.before[0], int((key.before == EOS).sum())) == (EOS, 1)
+    assert EOS not in key.text
+    assert EOS not in key.asked
 
 
 def test_a_budget_that_holds_the_text_leaves_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
