@@ -51,9 +51,7 @@ struct Packing {
     const PjPart* parts;
     int num_parts;
     int8_t* panels;
-    int32_t* comp;
-    float* scales;
-    float* biases;
+    Int8Columns places;
 };
 
 struct PackedRow {
@@ -83,9 +81,9 @@ void pack_panel(const Packing& p, int64_t panel) {
         from[c] = row.weight;
         uint32_t sum = 0;
         for (int64_t i = 0; from[c] && i < k; ++i) sum += static_cast<uint32_t>(int32_t{from[c][i]});
-        p.comp[first + c] = static_cast<int32_t>(128u * sum);
-        p.scales[first + c] = row.scale;
-        p.biases[first + c] = row.bias;
+        p.places.comp[first + c] = static_cast<int32_t>(128u * sum);
+        p.places.scales[first + c] = row.scale;
+        p.places.biases[first + c] = row.bias;
     }
     // A cache line of each row at a time: 16 groups of 64 columns are 4 KiB of the panel.
     for (int64_t block = 0; block < whole; block += 16) {
@@ -124,17 +122,9 @@ void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool sw
     linear->swiglu = swiglu;
     const int64_t columns = padded_columns(*linear), groups = padded_k(k) / 4;
     linear->width = best_width(columns, {64, 48, 32}, swiglu, threads);
-
-    int8_t* panels = static_cast<int8_t*>(memory);
-    int32_t* comp = reinterpret_cast<int32_t*>(panels + columns * groups * 4);
-    float* scales = reinterpret_cast<float*>(comp + columns);
-    float* biases = scales + columns;
-    Packing packing{*linear, parts, num_parts, panels, comp, scales, biases};
+    const Int8Columns places = place_int8(linear, memory, columns * groups * 4);
+    Packing packing{*linear, parts, num_parts, static_cast<int8_t*>(memory), places};
     run_team(pack_member, &packing, threads);
-    linear->weight = panels;
-    linear->comp = comp;
-    linear->scale = scales;
-    linear->bias = biases;
 }
 
 constexpr size_t MORE_ROWS = 15;  // behind the last, see Int4Rows

@@ -1,4 +1,4 @@
-// INT8 weights that are stored in 4 bits: a weight of a group is offset + step × u, u from 0 to 15, step from 1 to 17 and
+// INT8 weights that are stored in 4 bits: a weight of a group is offset + step × u, u from 0 to 15, step from 1 to 16 and
 // offset such that all of them fit a byte. A panel holds its groups one behind the other: two bytes a column, step and
 // offset, then pairs of k-groups as pack_int4.cpp has them. Behind the panels stands what pack_int8 puts there, so that
 // products, once the bytes are expanded, are those of any INT8 layer.
@@ -15,9 +15,7 @@ struct Packing {
     const PjPart* parts;
     int num_parts;
     char* panels;
-    int32_t* comp;
-    float* scales;
-    float* biases;
+    Int8Columns places;
 };
 
 struct PackedRow {
@@ -64,9 +62,9 @@ void pack_panel(const Packing& p, int64_t panel) {
             }
             sum += numbers * row.steps[2 * g] + linear.group * static_cast<int8_t>(row.steps[2 * g + 1]);
         }
-        p.comp[first + c] = static_cast<int32_t>(128 * sum);
-        p.scales[first + c] = row.scale;
-        p.biases[first + c] = row.bias;
+        p.places.comp[first + c] = static_cast<int32_t>(128 * sum);
+        p.places.scales[first + c] = row.scale;
+        p.places.biases[first + c] = row.bias;
     }
 }
 
@@ -99,16 +97,9 @@ void pack_stepped(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool
     *linear = describe(n, k, swiglu, group);
     const int64_t columns = padded_columns(*linear);
     linear->width = best_width(columns, {64, 32}, swiglu, threads);  // 48 columns would end amid cache lines
-    char* panels = static_cast<char*>(memory);
-    int32_t* comp = reinterpret_cast<int32_t*>(panels + columns * column_bytes(*linear));
-    float* scales = reinterpret_cast<float*>(comp + columns);
-    float* biases = scales + columns;
-    Packing packing{*linear, parts, num_parts, panels, comp, scales, biases};
+    const Int8Columns places = place_int8(linear, memory, columns * column_bytes(*linear));
+    Packing packing{*linear, parts, num_parts, static_cast<char*>(memory), places};
     run_team(pack_member, &packing, threads);
-    linear->weight = panels;
-    linear->comp = comp;
-    linear->scale = scales;
-    linear->bias = biases;
 }
 
 }  // namespace penjing

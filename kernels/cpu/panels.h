@@ -21,6 +21,26 @@ inline uint32_t spread_halves(uint32_t x) {
     return (x | (x << 4)) & 0x0f0f0f0fu;
 }
 
+// What stands behind the panels of an INT8 layer, a number a column: 128 times the sum of its weights, scale and bias.
+struct Int8Columns {
+    int32_t* comp;
+    float* scales;
+    float* biases;
+};
+
+// Tells `linear` where its panels and its columns' numbers are: `memory`, and behind `bytes` of panels.
+inline Int8Columns place_int8(PjLinear* linear, void* memory, int64_t bytes) {
+    const int64_t columns = padded_columns(*linear);
+    int32_t* comp = reinterpret_cast<int32_t*>(static_cast<char*>(memory) + bytes);
+    float* scales = reinterpret_cast<float*>(comp + columns);
+    const Int8Columns found{comp, scales, scales + columns};
+    linear->weight = memory;
+    linear->comp = found.comp;
+    linear->scale = found.scales;
+    linear->bias = found.biases;
+    return found;
+}
+
 // The width that leaves the busiest of `threads` the fewest columns.
 inline int best_width(int64_t columns, std::initializer_list<int> widths, bool swiglu, int threads) {
     int best = PANEL;
