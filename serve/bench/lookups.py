@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.config import parse_config
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.fused import fuse_decoder
@@ -83,7 +84,7 @@ def bench_lookups(
         "max_model_len": context,
         "speculate": "off",
     }
-    engine = EngineConfig.model_validate(values)
+    engine = parse_config(EngineConfig, values, "--set")
     check_key_blocks(engine, loaded.config)
     kind: KvDtype = "int8" if engine.kv_dtype == "int8" else "float32"
     with torch.inference_mode():

@@ -199,9 +199,9 @@ class EngineConfig(Config):
         size = self.attention_block
         for name in ("attention_window", "attention_sink", "attention_budget", "block_size"):
             if (keys := getattr(self, name)) % size:
+                fitting = [str(keys // size * size)] * (keys > size) + [str((keys // size + 1) * size)]
                 raise ValueError(
-                    f"{name}={keys} is not a multiple of attention_block={size}; take {keys // size * size or size} or "
-                    f"{(keys // size + 1) * size}"
+                    f"{name}={keys} is not a multiple of attention_block={size}; take {' or '.join(fitting)}"
                 )
         if self.attention_budget < self.attention_window + self.attention_sink:
             raise ValueError(

@@ -124,6 +124,25 @@ def test_a_text_begins_as_the_tokenizer_begins_it(monkeypatch: pytest.MonkeyPatc
     assert EOS not in key.asked
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"attention_budget": 7},
+            "--set: .*budget=7 is not a multiple of attention_block=16; take 16 \\(got",
+        ),
+        ({"attention_window": 64, "attention_budget": 64}, "--set: .*attention_budget=64 is below attention_window=64"),
+        ({"tensor_parallel": 2}, "--set: .*tensor_parallel=2 does not go with attention=window"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_error(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], says: str
+) -> None:
+    monkeypatch.setattr(lookups, "load_model", lambda folder: tiny_model(max_position_embeddings=CONTEXT))
+    with pytest.raises(ConfigError, match=says):
+        bench_lookups(Path("tiny"), CONTEXT, engine_config=EngineConfig.model_validate(settings))
+
+
 def test_a_budget_that_holds_the_text_leaves_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "load_model", lambda folder: tiny_model(max_position_embeddings=CONTEXT))
     with pytest.raises(ConfigError, match="attention_budget=2048 holds the whole context of 640 tokens"):
