@@ -36,5 +36,6 @@ class RowConfig(WrittenConfig):
     sources: tuple[str, ...] = Field(
         min_length=1,
         description="Files .jsonl or .parquet, and folders of them; or 'builtin:sums', 512 small sums, each with a "
-        "wrong answer near the right one, and 'builtin:sums-compared', with answers of four other sums in its place.",
+        "wrong answer near the right one, 'builtin:sums-compared', with answers of four other sums in its place, and "
+        "'builtin:large-sums', of numbers of three digits.",
     )
