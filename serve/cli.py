@@ -11,7 +11,7 @@ import typer
 from penjing.core.cli_options import Json, stage_app, write_json
 from penjing.core.errors import ConfigError
 from penjing.serve.cli_running import adapters_app, keys_app, models_app
-from penjing.serve.options import Device, EngineSet, KvDtype, Speculate, engine_config
+from penjing.serve.options import ADAPTER, AdapterOf, Device, EngineSet, KvDtype, Speculate, engine_config
 
 app = stage_app()
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
@@ -40,6 +40,7 @@ def generate(
     images: Annotated[
         list[Path] | None, typer.Option("--image", help="A JPEG or PNG for a model that sees; may be repeated.")
     ] = None,
+    adapter: AdapterOf = None,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
     speculate: Speculate = "forced",
@@ -53,6 +54,7 @@ def generate(
 
     - `penjing generate build/smollm2-int8 "Once upon a time" --max-tokens 64`
     - `penjing generate build/vlm-tiny "What is left of the bag?" --image scene.png`
+    - `penjing generate build/smollm2 "What is 17 + 25?" --chat --adapter build/smollm2-lora/adapter`
     """
     from penjing.core.progress import progress_bar
     from penjing.serve.generate import generate_to_terminal
@@ -63,7 +65,9 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if (samples > 0) != (out is not None):
         raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
-    config = engine_config(kv_dtype, device, speculate, overrides)
+    config = engine_config(kv_dtype, device, speculate, overrides, adapter)
+    if adapter is not None:
+        sampling["lora_name"] = ADAPTER
     if out is not None:
         if images:
             raise ConfigError("--image is for one answer: leave --samples and --out away")

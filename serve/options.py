@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -20,14 +21,23 @@ Speculate = Annotated[
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; `auto`: on CUDA where there is a GPU.")
 ]
+ADAPTER = "given"
+"""What the engine calls the one adapter of a command; users name its folder."""
+AdapterOf = Annotated[
+    Path | None,
+    typer.Option("--adapter", help="Folder of a LoRA adapter in PEFT's format: answer with it beside the model."),
+]
 EngineSet = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the engine: attention=window+blocks, …"),
 ]
 
 
-def engine_config(kv_dtype: str, device: str, speculate: str, overrides: list[str] | None) -> EngineConfig:
-    """The settings of an engine; what `--set` names counts more than an option of its own.
+def engine_config(
+    kv_dtype: str, device: str, speculate: str, overrides: list[str] | None, adapter: Path | None = None
+) -> EngineConfig:
+    """The settings of an engine; what `--set` names counts more than an option of its own. `adapter` is the folder of
+    the adapter `ADAPTER`.
 
     Raises:
         ConfigError: an unknown key, or a value out of range.
@@ -36,6 +46,8 @@ def engine_config(kv_dtype: str, device: str, speculate: str, overrides: list[st
     from penjing.serve.engine.config import EngineConfig
 
     values: dict[str, object] = {"kv_dtype": kv_dtype, "device": device, "speculate": speculate}
+    if adapter is not None:
+        values["adapters"] = {ADAPTER: adapter}
     for override in overrides or []:
         apply_override(values, override)
     return parse_config(EngineConfig, values, "--set")

@@ -11,11 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penjing.core.artifact.lora import SETTINGS, TENSORS
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError, ServerError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.progress import Progress
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
+from penjing.serve.runner.adapters import open_adapters
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 
@@ -43,7 +46,7 @@ def sample_texts(
 
     Raises:
         ConfigError: greedy decoding, which gives one text.
-        InputError: the folder is not a model, or `out` holds samples of another model, prompt or setting.
+        InputError: the folder is not a model, or `out` holds samples of another model, adapter, prompt or setting.
         RequestError: the prompt or the settings do not fit the model.
         SetupError: disk full, no permission.
     """
@@ -51,7 +54,13 @@ def sample_texts(
         raise ConfigError("temperature = 0 gives the same text each time; add --temperature 1.0")
     first_seed = sampling.get("seed", 0)
     engine_config = engine_config or EngineConfig()
-    facts = {"model": _identity(folder), "prompt": prompt, "chat": chat, "sampling": sampling}
+    facts: dict[str, Any] = {"model": _identity(folder), "prompt": prompt, "chat": chat, "sampling": sampling}
+    if engine_config.adapters:
+        open_adapters(open_checkpoint(folder), engine_config)
+        facts["adapters"] = {
+            name: {file: sha256_file(path / file) for file in (SETTINGS, TENSORS)}
+            for name, path in engine_config.adapters.items()
+        }
     _claim(out, facts)
     missing = [index for index in range(count) if not _path(out, index).exists()]
     progress.start("sampling texts", count)
@@ -91,7 +100,7 @@ def _claim(out: Path, facts: dict[str, Any]) -> None:
     path = out / _FACTS
     if path.exists():
         if path.read_text(encoding="utf-8") != text:
-            raise InputError(f"{out} holds samples of another model, prompt or setting; choose another --out")
+            raise InputError(f"{out} holds samples of another model, adapter, prompt or setting; choose another --out")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and holds something else; choose another --out")
     else:

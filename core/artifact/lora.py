@@ -97,6 +97,10 @@ class AdapterFolder:
                 f"{self._said} is pickled, which is not read, since a pickle can run code; save it with PEFT's "
                 "safe_serialization=True"
             )
+        if not (folder / SETTINGS).is_file():
+            inside = folder / "adapter"  # of a merged checkpoint that `penjing train` wrote
+            where = f"give {inside}" if (inside / SETTINGS).is_file() else f"give a folder with it and {TENSORS}"
+            raise InputError(f"{self._said} has no {SETTINGS}, so it is no adapter in PEFT's format; {where}")
         settings = read_json_object(folder / SETTINGS)
         if others := not_plain(settings, besides=("use_rslora",)):
             raise ConfigError(f"{self._said} is no plain LoRA adapter, which is all that is served: it has {others}")

@@ -9,7 +9,9 @@ import torch
 from penjing.core.artifact.lora import AdapterFolder
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
+from penjing.core.checkpoint.load import SEES
 from penjing.core.errors import ConfigError
+from penjing.core.family import family_of
 from penjing.kernels.low_rank import LowRank, Pairs
 from penjing.serve.engine.config import EngineConfig
 
@@ -36,9 +38,16 @@ def open_adapters(base: Checkpoint, config: EngineConfig) -> dict[str, AdapterFo
 
 
 def load_adapters(folder: Path, config: EngineConfig) -> dict[str, Pairs]:
-    """The adapters that `config` names, of the model in `folder`; see `open_adapters`."""
+    """The adapters that `config` names, of the model in `folder`.
+
+    Raises:
+        InputError: see `open_adapters`.
+        ConfigError: see there; or the model sees.
+    """
     if not config.adapters:
         return {}
+    if family_of(folder) == SEES:
+        raise ConfigError("a decoder that sees takes no adapters so far; leave them out")
     base = open_checkpoint(folder)
     dtype = _dtype(base, config)
     layers = range(base.config.num_hidden_layers)

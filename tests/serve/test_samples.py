@@ -44,7 +44,7 @@ def test_a_run_goes_on_where_it_stopped(tiny_checkpoint: Path, tmp_path: Path) -
     names = sorted(path.name for path in whole.iterdir())
     assert names == sorted(path.name for path in parts.iterdir())
     assert all((whole / name).read_bytes() == (parts / name).read_bytes() for name in names)
-    with pytest.raises(InputError, match="samples of another model, prompt or setting"):
+    with pytest.raises(InputError, match="samples of another model, adapter, prompt or setting"):
         sample_texts(tiny_checkpoint, "on", SAMPLING, 4, parts, Silent())
     with pytest.raises(InputError, match="holds something else"):
         sample_texts(tiny_checkpoint, "in", SAMPLING, 4, tmp_path, Silent())
