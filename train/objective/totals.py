@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from penjing.train.objective.objective import Loss
@@ -21,6 +19,6 @@ def add(totals: dict[str, torch.Tensor], loss: Loss) -> None:
 
 
 def means(totals: dict[str, float], count: float) -> dict[str, float]:
-    """Sums over their counts; NaN of what was counted nowhere."""
+    """Sums over their counts, without what was counted nowhere: a NaN is always one that was computed."""
     counts = {name: totals.get(f"{_COUNT}{name}", count) for name in totals if not name.startswith(_COUNT)}
-    return {name: totals[name] / counted if counted else math.nan for name, counted in counts.items()}
+    return {name: totals[name] / counted for name, counted in counts.items() if counted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from penjing.core.errors import ConfigError
@@ -32,17 +33,19 @@ class Best:
         return 0 < self.patience <= self._worse
 
     def judge(self, step: int, results: dict[str, float]) -> bool:
-        """Take an evaluation; True when it is the best so far. NaN never is.
+        """Take an evaluation; True when it is the best so far. NaN never is, nor one without the metric, if there was a
+        better one: of some answers a metric may count nothing.
 
         Raises:
-            ConfigError: it does not measure the metric.
+            ConfigError: it does not measure the metric, and none did before.
         """
-        if self.metric not in results:
+        if self.metric not in results and not self.results:
             raise ConfigError(
                 f"evaluation.metric = {self.metric!r} is not measured; an evaluation has {', '.join(results)}"
             )
         sign = 1.0 if self.goal == "lowest" else -1.0
-        better = not self.results or sign * results[self.metric] < sign * self.results[self.metric]
+        value = sign * results.get(self.metric, math.nan)
+        better = value < sign * self.results[self.metric] if self.results else not math.isnan(value)
         if better:
             self.step, self.results, self._worse = step, dict(results), 0
         else:

@@ -154,11 +154,14 @@ def test_what_is_counted_is_what_a_step_would_give(tiny_checkpoint: Path, recipe
 
 
 def test_answers_of_a_single_token_teach_nothing_and_stop_nothing(recipe: Path, tmp_path: Path) -> None:
-    sizes = ["data.max_tokens=1", "data.batch_size=1", "algorithm.updates=1", "evaluation.every=0"]
-    train(recipe, [*sizes, "steps=1", "monitor.activations_every=1"])
-    (only,) = records(tmp_path / "out-run")
+    sizes = ["data.max_tokens=1", "data.batch_size=1", "algorithm.updates=1", "evaluation.every=1"]
+    results = train(recipe, [*sizes, "steps=1", "monitor.activations_every=1"])
+    lines = [json.loads(line) for line in (tmp_path / "out-run/metrics.jsonl").read_text().splitlines()]
+    only = next(line for line in lines if "loss" in line)
     assert only["loss"] == only["gradient_norm"] == 0
-    assert only["tokens_a_step"] == 1
+    assert only["tokens_a_step"] == results["tokens_a_step"] == 1
+    # Nothing could be guessed, so no share came true: none is told, neither as NaN nor as 0.
+    assert not [name for told in (results, *lines) for name in told if "guessed_" in name]
 
 
 def test_what_the_decoder_makes_of_answers_is_found_once_and_changes_no_bit(
