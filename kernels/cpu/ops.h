@@ -9,6 +9,7 @@ namespace penjing {
 constexpr int TILE_KEYS = 64;  // keys of an attention tile; tiles start at multiples of it (absolute positions)
 constexpr int CHOICE_KEYS = 16;  // keys that a bit of AttentionTile::chosen stands for
 constexpr int ALL_CHOSEN = (1 << TILE_KEYS / CHOICE_KEYS) - 1;
+constexpr int SCORED_BLOCKS = 16;  // most blocks of keys that are scored at once
 constexpr int PANEL = 64;      // most columns of an INT8 panel
 constexpr int MAX_VECTOR = 16;
 constexpr int MAX_HADAMARD = 256;
@@ -123,10 +124,11 @@ struct Ops {
     void (*merge_tile)(const float* peak, const float* total, const float* out, int rows, int head_dim,
                        float* running_peak, float* running_total, float* running_out);
 
-    // How much `heads` queries may find in `count` blocks of keys, see ops_select.h.
-    void (*score_blocks)(const float* weights, int heads, int head_dim, const int8_t* summary, const float* scale,
-                         int count, float* score, int64_t stride);
+    // How much `heads` queries may find in up to SCORED_BLOCKS blocks of keys, and what parts the best; see ops_select.h.
+    void (*score_blocks)(const int16_t* q, const float* q_scale, int heads, int head_dim, const int8_t* const* summary,
+                         const int8_t* const* ahead, const float* scale, int count, float* score, int64_t stride);
     void (*join_scores)(float* score, int heads, int64_t stride, int64_t count, float* value);
+    float (*nth_largest)(const float* x, int64_t n, int64_t place);
 
     // Rows of logits and their weights; see ops_sample.h.
     float (*peak_of_row)(const float* x, int64_t n);

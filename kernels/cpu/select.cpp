@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
+#include <cstdlib>
 
 #include "memory.h"
 
@@ -15,31 +15,40 @@ constexpr float LOG2_E = 1.44269504f;
 constexpr float REACH = 0.4f;
 constexpr int64_t BLOCKS_OF_TILE = TILE_KEYS / CHOICE_KEYS;
 
-// x in INT8 with one scale.
+// x in INT8 with one scale. In eight parts, which compilers put into vectors.
 void store_summary(const float* x, int64_t head_dim, int8_t* to, float* scale) {
-    float peak = 0.0f;
-    for (int64_t d = 0; d < head_dim; ++d) peak = std::max(peak, std::fabs(x[d]));
+    float part[8] = {};
+    for (int64_t d = 0; d < head_dim; ++d) part[d % 8] = std::max(part[d % 8], std::fabs(x[d]));
+    const float peak = *std::max_element(part, part + 8);
     const float divisor = peak / 127.0f == 0.0f ? 1.0f : peak / 127.0f;
-    for (int64_t d = 0; d < head_dim; ++d) {
-        const float whole = std::nearbyint(x[d] / divisor);
-        to[d] = static_cast<int8_t>(whole >= -127.0f ? std::min(whole, 127.0f) : -127.0f);  // NaN: −127
-    }
+    for (int64_t d = 0; d < head_dim; ++d)
+        to[d] = static_cast<int8_t>(std::max(-127l, std::min(std::lrintf(x[d] / divisor), 127l)));  // NaN: −127
     *scale = divisor;
+}
+
+// Least and largest value of each dimension of some keys. Pointers do not overlap, so that loops become vectors.
+template <typename T>
+void range_of(const T* key, const float* scale, int64_t keys, int64_t head_dim, float* __restrict low,
+              float* __restrict high) {
+    std::fill_n(low, head_dim, INFINITY);
+    std::fill_n(high, head_dim, -INFINITY);
+    for (int64_t i = 0; i < keys; ++i) {
+        const T* __restrict from = key + i * head_dim;
+        const float by = scale ? scale[i] : 1.0f;
+        for (int64_t d = 0; d < head_dim; ++d) {
+            const float x = static_cast<float>(from[d]) * by;
+            low[d] = x < low[d] ? x : low[d];
+            high[d] = x > high[d] ? x : high[d];
+        }
+    }
 }
 
 // `row` is the first of the block's keys; `low` and `high` are room for (head_dim).
 void summarize(const PjPages& pages, int64_t row, int64_t keys, int64_t entry, float* low, float* high) {
-    const int64_t head_dim = pages.head_dim;
-    for (int64_t key = 0; key < keys; ++key) {
-        for (int64_t d = 0; d < head_dim; ++d) {
-            const int64_t at = (row + key) * head_dim + d;
-            const float x = pages.k_scale
-                                ? static_cast<float>(static_cast<const int8_t*>(pages.k)[at]) * pages.k_scale[row + key]
-                                : static_cast<const float*>(pages.k)[at];
-            low[d] = key == 0 || x < low[d] ? x : low[d];
-            high[d] = key == 0 || x > high[d] ? x : high[d];
-        }
-    }
+    const int64_t head_dim = pages.head_dim, at = row * head_dim;
+    if (pages.k_scale)
+        range_of(static_cast<const int8_t*>(pages.k) + at, pages.k_scale + row, keys, head_dim, low, high);
+    else range_of(static_cast<const float*>(pages.k) + at, nullptr, keys, head_dim, low, high);
     for (int64_t d = 0; d < head_dim; ++d) {
         const float middle = (low[d] + high[d]) * 0.5f;
         high[d] = (high[d] - low[d]) * 0.5f;
@@ -49,49 +58,87 @@ void summarize(const PjPages& pages, int64_t row, int64_t keys, int64_t entry, f
     store_summary(high, head_dim, pages.summary + (entry * 2 + 1) * head_dim, pages.summary_scale + entry * 2 + 1);
 }
 
+// Summaries are fetched so many blocks before they are read.
+constexpr int64_t AHEAD = 2 * SCORED_BLOCKS;
+
 struct Working {
-    float* weights;  // (heads of a group, 2, head_dim)
-    float* score;    // (heads of a group, most blocks)
-    float* value;    // (most blocks)
-    float* order;    // the same
+    int16_t* q;              // (heads of a group, 2, head_dim in whole words): the query and its absolute values
+    float* q_scale;          // (heads of a group)
+    int64_t* entry;          // (blocks) of a sequence, for the first head of keys
+    const int8_t** summary;  // (blocks + AHEAD) that are scored
+    float* score;            // (heads of a group, most blocks)
+    float* value;            // (most blocks)
 };
 Working carve(float* scratch, const SelectionPlan& plan, size_t* floats) {
     Carver carver(scratch);
     const size_t group = static_cast<size_t>(plan.shape().num_heads / plan.shape().num_kv_heads);
-    const size_t blocks = static_cast<size_t>(plan.most_blocks());
+    const size_t blocks = static_cast<size_t>(plan.most_blocks()), padded = static_cast<size_t>(plan.shape().head_dim + 15);
     Working w{};
-    w.weights = carver.take<float>(group * 2 * static_cast<size_t>(plan.shape().head_dim));
+    w.q = carver.take<int16_t>(group * 2 * padded);
+    w.q_scale = carver.take<float>(group);
+    w.entry = carver.take<int64_t>(blocks + static_cast<size_t>(plan.selection().sink));
+    w.summary = carver.take<const int8_t*>(blocks + AHEAD);
     w.score = carver.take<float>(group * blocks);
     w.value = carver.take<float>(blocks);
-    w.order = carver.take<float>(blocks);
     if (floats) *floats = carver.used() / sizeof(float);
     return w;
+}
+
+// The queries of one row that share keys, in 16 bits; a kernel sums so many products exactly.
+void take_queries(const Ops& ops, const float* q, float factor, int64_t group, int64_t head_dim, const Working& w) {
+    const int64_t padded = (head_dim + 3) / 4 * 4;
+    for (int64_t head = 0; head < group; ++head) {
+        int16_t* to = w.q + head * 2 * padded;
+        ops.quantize_query(q + head * head_dim, factor, static_cast<int>(head_dim), to, w.q_scale + head);
+        for (int64_t d = 0; d < padded; ++d) to[padded + d] = static_cast<int16_t>(std::abs(to[d]));
+    }
+}
+
+// Scores of blocks [first, first + count) of a row, for each head of its group.
+void score(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, int64_t head, int64_t first, int64_t count,
+           const Working& w) {
+    const int64_t head_dim = pages.head_dim, group = plan.shape().num_heads / plan.shape().num_kv_heads;
+    const int64_t to_head = head * (pages.block_size / plan.selection().block);
+    const int64_t* entry = w.entry + first;
+    for (int64_t i = 0; i < count; ++i) w.summary[i] = pages.summary + (entry[i] + to_head) * 2 * head_dim;
+    std::fill_n(w.summary + count, AHEAD, w.summary[count - 1]);
+    for (int64_t at = 0; at < count; at += SCORED_BLOCKS) {
+        const int64_t some = std::min<int64_t>(SCORED_BLOCKS, count - at);
+        alignas(64) float scale[2 * SCORED_BLOCKS] = {};
+        for (int64_t i = 0; i < some; ++i) {
+            const float* both = pages.summary_scale + (entry[at + i] + to_head) * 2;
+            scale[i] = both[0];
+            scale[SCORED_BLOCKS + i] = both[1] * REACH;
+        }
+        ops.score_blocks(w.q, w.q_scale, static_cast<int>(group), static_cast<int>(head_dim), w.summary + at,
+                         w.summary + at + AHEAD, scale, static_cast<int>(some), w.score + at, plan.most_blocks());
+    }
 }
 
 // Sets the bits of some blocks.
 class Mask {
 public:
     Mask(uint8_t* bytes, int64_t block) : bytes_(bytes), bits_(block / CHOICE_KEYS) {}
-    void add(int64_t begin, int64_t end) {
-        for (int64_t bit = begin * bits_; bit < end * bits_; ++bit)
-            bytes_[bit / BLOCKS_OF_TILE] = static_cast<uint8_t>(bytes_[bit / BLOCKS_OF_TILE] | 1 << bit % BLOCKS_OF_TILE);
+    void add(int64_t block, bool chosen) {
+        const int64_t bit = block * bits_;  // a block never crosses a tile
+        const int bits = (chosen ? (1 << bits_) - 1 : 0) << bit % BLOCKS_OF_TILE;
+        bytes_[bit / BLOCKS_OF_TILE] = static_cast<uint8_t>(bytes_[bit / BLOCKS_OF_TILE] | bits);
     }
 
 private:
     uint8_t* bytes_;
-    int64_t bits_;
+    int64_t bits_;  // of a block
 };
 
-// The `count` largest values, of equal ones those that come first.
-template <typename Add>
-void each_largest(const float* value, int64_t num_values, int64_t count, float* order, Add add) {
-    std::copy(value, value + num_values, order);
-    std::nth_element(order, order + count - 1, order + num_values, std::greater<float>());
-    const float least = order[count - 1];
-    int64_t equal = count - std::count_if(order, order + count, [least](float x) { return x > least; });
+// The `count` largest values, of equal ones those that come first. Without a branch, since nobody can guess it.
+void add_largest(const Ops& ops, const float* value, int64_t num_values, int64_t count, int64_t first, Mask& mask) {
+    const float least = ops.nth_largest(value, num_values, count - 1);
+    int64_t equal = count;
+    for (int64_t i = 0; i < num_values; ++i) equal -= value[i] > least;
     for (int64_t i = 0; i < num_values; ++i) {
-        if (value[i] > least) add(i);
-        else if (value[i] == least && equal-- > 0) add(i);
+        const bool same = value[i] == least && equal > 0;
+        equal -= same;
+        mask.add(first + i, value[i] > least || same);
     }
 }
 
@@ -154,40 +201,30 @@ void choose_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pag
     const int64_t heads = shape.num_kv_heads, group = shape.num_heads / heads, head_dim = shape.head_dim;
     const int64_t in_page = pages.block_size / selection.block;
     const Working w = carve(scratch, plan, nullptr);
-    const float factor = scale * LOG2_E;
+    int32_t sequence = -1;
+    int64_t found = 0;  // entries of it
     const int64_t total = static_cast<int64_t>(plan.choosing().size()) * heads;
     for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i) {
         const SelectionPlan::Row& row = plan.choosing()[static_cast<size_t>(i / heads)];
         if (wanted && !wanted[row.row]) continue;
         const int64_t head = i % heads, own = row.position / selection.block;
         const int64_t first = selection.sink, last = own - selection.window + 1, count = last - first;
-        const float* from = q + row.row * ldq + head * group * head_dim;
-        for (int64_t h = 0; h < group; ++h) {
-            for (int64_t d = 0; d < head_dim; ++d) {
-                const float x = from[h * head_dim + d] * factor;
-                w.weights[2 * h * head_dim + d] = x;
-                w.weights[(2 * h + 1) * head_dim + d] = std::fabs(x) * REACH;
-            }
-        }
+        if (sequence != row.sequence) found = 0;
+        sequence = row.sequence;
         const int32_t* table = plan.sequences().block_table + row.sequence * plan.sequences().table_stride;
-        for (int64_t block = first; block < last;) {
-            const int64_t inside = block % in_page, some = std::min(in_page - inside, last - block);
-            const int64_t entry = (table[block / in_page] * heads + head) * in_page + inside;
-            ops.score_blocks(w.weights, static_cast<int>(group), static_cast<int>(head_dim),
-                             pages.summary + entry * 2 * head_dim, pages.summary_scale + entry * 2,
-                             static_cast<int>(some), w.score + (block - first), plan.most_blocks());
-            block += some;
-        }
+        for (; found < last; ++found) w.entry[found] = table[found / in_page] * heads * in_page + found % in_page;
+        take_queries(ops, q + row.row * ldq + head * group * head_dim, scale * LOG2_E, group, head_dim, w);
+        score(ops, plan, pages, head, first, count, w);
         ops.join_scores(w.score, static_cast<int>(group), plan.most_blocks(), count, w.value);
         for (int64_t b = 0; b < count; ++b) w.value[b] = w.value[b] >= 0.0f ? w.value[b] : 0.0f;  // NaN has no order
 
         uint8_t* bytes = masks + (row.row * heads + head) * plan.tiles();
         memset(bytes, 0, static_cast<size_t>(plan.tiles()));
         Mask mask(bytes, selection.block);
-        mask.add(0, first);
-        mask.add(last, own + 1);
+        for (int64_t b = 0; b < first; ++b) mask.add(b, true);
+        for (int64_t b = last; b <= own; ++b) mask.add(b, true);
         const int64_t chosen = selection.budget - selection.sink - selection.window;
-        if (chosen > 0) each_largest(w.value, count, chosen, w.order, [&](int64_t b) { mask.add(first + b, first + b + 1); });
+        if (chosen > 0) add_largest(ops, w.value, count, chosen, first, mask);
     }
 }
 

@@ -46,6 +46,7 @@ inline V v_scale2(V p, V n) {
 inline V v_from_int(VI x) { return _mm256_cvtepi32_ps(x); }
 inline VI vi_load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline VI vi_set(int32_t x) { return _mm256_set1_epi32(x); }
+inline VI vi_add(VI a, VI b) { return _mm256_add_epi32(a, b); }
 inline VI vi_sub(VI a, VI b) { return _mm256_sub_epi32(a, b); }
 inline VI vi_mul(VI a, VI b) { return _mm256_mullo_epi32(a, b); }
 inline VI vi_over128(VI x) { return _mm256_srai_epi32(x, 7); }
@@ -106,6 +107,11 @@ inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
         found += lanes[lane] >= bound[lane];
     }
     return found;
+}
+
+// How many lanes of x are at least `least`.
+inline int v_count_from(V x, V least) {
+    return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(x, least, _CMP_GE_OQ))));
 }
 
 // The four bits of each word from bit BIT on, minus 8.

@@ -34,6 +34,7 @@ inline V v_scale2(V p, V n) { return _mm512_scalef_ps(p, n); }
 inline V v_from_int(VI x) { return _mm512_cvtepi32_ps(x); }
 inline VI vi_load(const void* p) { return _mm512_loadu_si512(p); }
 inline VI vi_set(int32_t x) { return _mm512_set1_epi32(x); }
+inline VI vi_add(VI a, VI b) { return _mm512_add_epi32(a, b); }
 inline VI vi_sub(VI a, VI b) { return _mm512_sub_epi32(a, b); }
 inline VI vi_mul(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
 inline VI vi_over128(VI x) { return _mm512_srai_epi32(x, 7); }
@@ -81,6 +82,9 @@ inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
     _mm512_storeu_si512(id, _mm512_maskz_compress_epi32(kept, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
     return __builtin_popcount(kept);
 }
+
+// How many lanes of x are at least `least`.
+inline int v_count_from(V x, V least) { return __builtin_popcount(_mm512_cmp_ps_mask(x, least, _CMP_GE_OQ)); }
 
 // The four bits of each word from bit BIT on, minus 8.
 template <int BIT>

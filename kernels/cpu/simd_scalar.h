@@ -57,6 +57,7 @@ inline int32_t wrapping_sub(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
 }
 inline VI vi_sub(VI a, VI b) { PJ_LANES(VI, wrapping_sub(a.lane[i], b.lane[i])); }
+inline VI vi_add(VI a, VI b) { PJ_LANES(VI, a.lane[i] + b.lane[i]); }
 inline int32_t wrapping_mul(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
 }
@@ -132,6 +133,13 @@ inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
         found += lanes[lane] >= bound[lane];
     }
     return found;
+}
+
+// How many lanes of x are at least `least`.
+inline int v_count_from(V x, V least) {
+    int count = 0;
+    for (int lane = 0; lane < W; ++lane) count += x.lane[lane] >= least.lane[lane];
+    return count;
 }
 
 // The four bits of each word from bit BIT on, minus 8.

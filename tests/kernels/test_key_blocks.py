@@ -10,68 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.kernels.cpu.functions import CpuExtension
-from penjing.kernels.cpu.key_blocks import MASK_KEYS, TILE_KEYS, KeyBlocks, LayerBlocks
+from penjing.kernels.cpu.key_blocks import KeyBlocks, LayerBlocks
 from penjing.kernels.cpu.kv_layout import LayerCache
 from penjing.kernels.key_blocks import mask_of_blocks, score_torch, summarize_torch
+from tests.kernels.choosing import DIM, HEADS, KV_HEADS, Layer, seen_of
 from tests.kernels.cpu import needs_extension
 
 pytestmark = needs_extension
-
-HEADS, KV_HEADS, DIM = 6, 2, 20
-
-
-class Layer:
-    """Keys and values of one sequence in pages drawn at random, with the summaries of its blocks."""
-
-    def __init__(self, kernels: CpuExtension, context: int, blocks: KeyBlocks, page: int, int8: bool, seed: int = 0):
-        generator = torch.Generator().manual_seed(seed)
-        self.kernels, self.blocks, self.page, self.context = kernels, blocks, page, context
-        self.q, k, v = (
-            torch.randn(context, heads, DIM, generator=generator) * size
-            for heads, size in ((HEADS, 2.0), (KV_HEADS, 1.0), (KV_HEADS, 1.0))
-        )
-        pages = -(-context // page)
-        self.k = torch.full((pages + 2, KV_HEADS, page, DIM), 0 if int8 else torch.nan).to(
-            torch.int8 if int8 else torch.float32
-        )
-        self.v = self.k.clone()
-        scales = [torch.full(self.k.shape[:3], torch.nan) for _ in range(2)] if int8 else [None, None]
-        self.k_scale, self.v_scale = scales
-        self.table = torch.randperm(pages + 2, generator=torch.Generator().manual_seed(seed + 1))[None, :pages].int()
-        shape = blocks.summary_shape(pages + 2, KV_HEADS, page, DIM)
-        self.summary, self.summary_scale = torch.zeros(shape, dtype=torch.int8), torch.full(shape[:-1], torch.nan)
-        self.keys, self.values = k, v
-        self.masks = torch.zeros(0, dtype=torch.uint8)
-
-    def slots(self, begin: int, end: int) -> Tensor:
-        position = torch.arange(begin, end)
-        return self.table[0].long()[position // self.page] * self.page + position % self.page
-
-    def run(self, begin: int, end: int) -> Tensor:
-        """Store the tokens begin … end − 1 and attend their rows, (end − begin, HEADS, DIM)."""
-        slots = self.slots(begin, end)
-        caches = self.k, self.v
-        self.kernels.write_kv(self.keys[begin:end], self.values[begin:end], *caches, slots, self.k_scale, self.v_scale)
-        self.masks = torch.full((end - begin, KV_HEADS, -(-end // TILE_KEYS)), 15, dtype=torch.uint8)
-        chooses = LayerBlocks(self.blocks, self.summary, self.summary_scale, slots, self.masks)
-        lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int(), self.table
-        arguments = self.q[begin:end].contiguous(), *caches, *lengths, DIM**-0.5, None, self.k_scale, self.v_scale
-        return self.kernels.paged_attention(*arguments, chooses)
-
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """(context, KV_HEADS, DIM) as they lie in the pages."""
-        cache = LayerCache(self.k, self.v, self.k_scale, self.v_scale)
-        slots = self.slots(0, self.context)
-        rows = [(slots // self.page * KV_HEADS + head) * self.page + slots % self.page for head in range(KV_HEADS)]
-        k, v = zip(*(cache.gather(row) for row in rows), strict=True)
-        return torch.stack(k, 1), torch.stack(v, 1)
-
-
-def seen_of(masks: Tensor, head: int, context: int) -> Tensor:
-    """(rows, context) bool of what the masks let the rows of a head of keys see, the order of time aside."""
-    bits = (masks[:, head, :, None] >> torch.arange(TILE_KEYS // MASK_KEYS).to(torch.uint8)) & 1
-    return bits.flatten(1).repeat_interleave(MASK_KEYS, 1)[:, :context].bool()
-
 
 CASES = [
     (KeyBlocks(16, 1, 2, 5), 16, 330, False),
