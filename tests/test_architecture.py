@@ -26,8 +26,16 @@ MAY_IMPORT = {
     "serve": {"kernels", "core", "serve", "model_repository"},  # the last holds the files that Triton server reads
     "model_repository": {"core", "serve"},
 }
-BESIDE = {"train/align": ("penjing.serve.engine.", "penjing.serve.runner.", "penjing.serve.sampling.")}
-"""Folders that may import from a stage beside theirs: learning from a model's own answers needs the engine."""
+BESIDE = {
+    "train/align": (
+        "penjing.serve.engine.",
+        "penjing.serve.runner.",
+        "penjing.serve.sampling.",
+        "penjing.serve.client.",
+    )
+}
+"""Folders that may import from a stage beside theirs: learning from a model's own answers needs the engine, or a client
+of servers that have it."""
 COMMAND_LINE = "penjing.core.cli"
 REACHES_UP = {"ask_server", "write_repository"}
 """Functions of the command line for what needs two stages; nothing else of core imports a stage."""

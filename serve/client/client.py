@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,14 @@ from penjing.serve.client import calls
 from penjing.serve.client.calls import CallSettings, Messages, Prompt, remaining
 from penjing.serve.client.errors import CallFailedError, broken
 from penjing.serve.client.protocol import DECODER
+from penjing.serve.client.weights import check_weights, send_weights
 from penjing.serve.client.wire_tensors import Classification
 from penjing.serve.client.wire_text import (
     CHANNEL_OPTIONS,
     Chunk,
     Result,
     build_ping,
+    build_weights,
     is_last,
     read_response,
 )
@@ -97,11 +100,13 @@ class Client:
         *,
         messages: Messages | None = None,
         timeout: float | None = None,
+        whole: bool = False,
         **sampling: Any,
     ) -> Stream:
-        """The answer chunk by chunk, as it is generated. The request is sent now."""
+        """The answer chunk by chunk, as it is generated. The request is sent now. A `whole` one comes at its end, as
+        one chunk for each of the `n` answers."""
         settings = self._settings
-        request = settings.request(prompt, messages, sampling, stream=True)
+        request = settings.request(prompt, messages, sampling, stream=not whole)
         return Stream(self._stub, settings, request, settings.deadline(timeout))
 
     def classify(self, images: Any, *, timeout: float | None = None, request_id: str = "") -> Classification:
@@ -124,6 +129,26 @@ class Client:
         """The outputs, by name, of a served graph, for tensors by the names of its inputs. An input of bytes, such as
         `image`, takes a file's content or a list of them, and `text` a text or a list."""
         return calls.infer(self._stub, self._settings, inputs, timeout, request_id)
+
+    def send_weights(self, tensors: Mapping[str, np.ndarray], *, timeout: float | None = None) -> str:
+        """Replace the weights of a served decoder that takes them (`take_weights=true`) by float32 `tensors`, all by
+        their names; those that it has already are not sent. Requests with the digest that comes back, as `of_weights`,
+        are answered by no others."""
+        return send_weights(partial(self._ask_about_weights, timeout), tensors)
+
+    def check_weights(self, shapes: Mapping[str, Sequence[int]], *, timeout: float | None = None) -> None:
+        """Whether `send_weights` could send weights of these names and shapes.
+
+        Raises:
+            RequestError: the server takes none, or others.
+        """
+        check_weights(partial(self._ask_about_weights, timeout), shapes)
+
+    def _ask_about_weights(self, timeout: float | None, asked: Any, values: np.ndarray | None) -> str:
+        settings = self._settings
+        request = build_weights(settings.model or DECODER, asked, values)
+        with Stream(self._stub, settings, request, settings.deadline(timeout)) as stream:
+            return "".join(chunk.text for chunk in stream)
 
     def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether the model behind the server answers within `timeout` seconds. Triton server's own health knows less:

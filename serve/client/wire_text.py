@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from penjing.serve.client.errors import refused
-from penjing.serve.client.protocol import PING
+from penjing.serve.client.protocol import OF_WEIGHTS, PING, WEIGHTS
 
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -23,7 +25,7 @@ _RETURNS = (
     "return_num_output_tokens",
     "return_num_cached_tokens",
 )
-_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id", "images", "stages")
+_REQUEST_FIELDS = ("key", "priority", "chat_template_kwargs", "request_id", "images", "stages", OF_WEIGHTS)
 """Of a request, given beside the sampling parameters."""
 _NUMBERS = {"FP32": "f", "UINT32": "I"}
 
@@ -97,7 +99,8 @@ def build_request(
         prompt: text or token ids.
         messages: of a chat, instead of a prompt.
         sampling: the sampling parameters, and `key`, `priority`, `chat_template_kwargs`, `images` (JPEG or PNG files),
-            `request_id` of the request, by which its log has it, and `stages`: whether its last chunk shall tell them.
+            `request_id` of the request, by which its log has it, `stages`: whether its last chunk shall tell them, and
+            `of_weights`, the digest of the weights that shall answer.
         stream: whether the answer shall come in pieces.
 
     Raises:
@@ -106,6 +109,8 @@ def build_request(
     """
     request = _new_request(model)
     request.id = str(sampling.get("request_id") or "")
+    if sampling.get(OF_WEIGHTS) is not None:
+        request.parameters[OF_WEIGHTS].string_param = str(sampling[OF_WEIGHTS])
     fields = {name: sampling[name] for name in _REQUEST_FIELDS if sampling.get(name) is not None}
     sampling = {name: value for name, value in sampling.items() if name not in _REQUEST_FIELDS}
 
@@ -158,6 +163,23 @@ def build_ping(model: str) -> Any:
     request.parameters[PING].bool_param = True
     request.inputs.add(name="stream", datatype="BOOL", shape=[1])
     request.raw_input_contents.append(b"\0")
+    return request
+
+
+def build_weights(model: str, asked: Any, values_N: np.ndarray | None) -> Any:
+    """A request about the weights of a served decoder, see `penjing.serve.client.protocol.WEIGHTS`.
+
+    Args:
+        values_N: float32 of a piece.
+    """
+    request = _new_request(model)
+    request.parameters[WEIGHTS].string_param = json.dumps(asked)
+    if values_N is None:
+        request.inputs.add(name="stream", datatype="BOOL", shape=[1])
+        request.raw_input_contents.append(b"\0")
+    else:
+        request.inputs.add(name=WEIGHTS, datatype="FP32", shape=[len(values_N)])
+        request.raw_input_contents.append(values_N.tobytes())
     return request
 
 

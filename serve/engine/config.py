@@ -157,6 +157,11 @@ class EngineConfig(Config):
         description="In what adapters are kept. auto: as they are stored beside float weights, bfloat16 beside integer "
         "ones, whose own rounding is far larger.",
     )
+    take_weights: bool = Field(
+        default=False,
+        description="Whoever reaches gRPC may replace the weights, as penjing train does where data.servers names this "
+        "server. On a CPU, of a checkpoint in floating point, which is then kept in float32.",
+    )
     max_images: int = Field(default=16, ge=0, le=1024, description="Images of one request, of a model that sees.")
     max_image_bytes: int = Field(
         default=20 << 20, gt=0, description="Bytes of an encoded image; a larger one is refused unread."
@@ -217,6 +222,7 @@ class EngineConfig(Config):
             "attention=window+blocks": self.attention != "full",
             "adapters": bool(self.adapters),
             "device=cuda": self.device == "cuda",
+            "take_weights": self.take_weights,
         }
         if self.tensor_parallel > 1 and (named := [name for name, given in without.items() if given]):
             raise ValueError(

@@ -70,13 +70,9 @@ class LLMEngine:
         self.config, self.runner = config, runner
         assert config.num_blocks is not None and config.max_model_len is not None  # noqa: PT018
         self.model_config, self.scheme = loaded.config, loaded.scheme
-        types = [loaded.config.layer_type(layer) for layer in range(loaded.config.num_hidden_layers)]
-        if hashed := [str(layer) for layer, kind in enumerate(types) if kind == "lsh_attention"]:
-            log.warning(
-                "layers %s were trained with LSH attention; they are served with full attention, which sees all that "
-                "LSH attention would find and more",
-                ", ".join(hashed),
-            )
+        types = map(loaded.config.layer_type, range(loaded.config.num_hidden_layers))
+        if hashed := ", ".join(str(layer) for layer, kind in enumerate(types) if kind == "lsh_attention"):
+            log.warning("layers %s were trained with LSH attention; they are served with full attention", hashed)
         self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template
         self.max_model_len: int = config.max_model_len
         self.samples = Samples()
@@ -152,19 +148,23 @@ class LLMEngine:
         self.scheduler.add(first)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request now; its blocks are free. The last outputs of its unfinished sequences; none if it is
-        unknown."""
+        """End a request now; its blocks are free. The last outputs of its sequences; none if it is unknown."""
         return self._end_all(list(self._active.get(request_id, ())), "abort", None)
 
     def abort_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         """End every request. After an error the scheduler starts afresh: its state is not to be trusted."""
         if reason == "error":
-            broken, self.scheduler = self.scheduler, self._new_scheduler()
-            self.scheduler.num_preemptions = broken.num_preemptions
-            self.scheduler.prefix_queries, self.scheduler.prefix_hits = broken.prefix_queries, broken.prefix_hits
+            self.forget()
             for sequence in self._answers:  # what they hold belongs to the old one
                 sequence.block_table, sequence.forks = [], []
         return self._end_all([s for sequences in self._active.values() for s in sequences], reason, error)
+
+    def forget(self) -> None:
+        """Start with a fresh scheduler, which keeps no prefix of earlier prompts; its figures go on."""
+        old, new = self.scheduler, self._new_scheduler()
+        for figure in ("num_preemptions", "prefix_queries", "prefix_hits"):
+            setattr(new, figure, getattr(old, figure))
+        self.scheduler = new
 
     def is_active(self, request_id: str) -> bool:
         """Whether the request still has a sequence that waits or runs."""

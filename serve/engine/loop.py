@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from penjing.core.errors import BrokenEngineError, RequestError, ServerError
+from penjing.core.errors import BrokenEngineError, OverloadedError, RequestError, ServerError, UnavailableError
 from penjing.serve.engine.engine import LLMEngine, PreparedRequest
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.engine.stats import MASKS, EngineStats
@@ -43,6 +43,7 @@ class EngineLoop:
         self._works: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._callbacks: dict[str, OnOutputs] = {}
         self._draining = False
+        self._paused = ""  # why no requests are taken for a while
         self._stopping = False
         self._consecutive_failures = 0
         self._thread: threading.Thread | None = None
@@ -91,6 +92,8 @@ class EngineLoop:
         """Raise what `submit` raises where there is no place for `prepared`; the lock is held."""
         if self._stopping or self.failure:
             raise ServerError(f"the engine takes no requests: {self.failure or 'it is shutting down'}")
+        if self._paused:
+            raise UnavailableError(f"the engine takes no requests: {self._paused}")
         self.engine.check_admission(
             prepared,
             pending_requests=len(self._inbox),
@@ -115,6 +118,29 @@ class EngineLoop:
                 self._works.append((work, future))
                 self._wake.notify()
         return future
+
+    def pause(self, reason: str) -> None:
+        """Refuse requests until `resume`; nothing runs meanwhile. Again, it changes the reason.
+
+        Raises:
+            OverloadedError: requests are unanswered.
+        """
+        with self._wake:
+            if self._callbacks:
+                raise OverloadedError(f"{len(self._callbacks)} requests are unanswered; retry in 1 s")
+            self._paused = reason
+
+    def resume(self) -> None:
+        """Take requests again; what was kept of earlier ones is forgotten, since it is of before the pause."""
+        with self._wake:
+            if self._paused:
+                self.engine.forget()
+            self._paused = ""
+
+    @property
+    def paused(self) -> str:
+        """Why no requests are taken for a while; empty: they are."""
+        return self._paused
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait until all others are answered; False if that takes longer than `timeout` s."""

@@ -21,6 +21,10 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
     from penjing.core.checkpoint.decoder import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
+    if settings.take_weights:
+        from penjing.serve.runner.load import check_taking
+
+        check_taking(settings, checkpoint.quantization is not None)
     if settings.device != "cpu" or settings.dtype != "auto":
         from penjing.serve.runner.device import resolve_device
 
@@ -49,6 +53,8 @@ def _entry(folder: Path, settings: EngineConfig, form: Form | None) -> Entry:
         raise ConfigError(f"{folder} is a decoder, which runs in penjing's own engine: leave --form out or take python")
     if settings.adapters:
         raise ConfigError("a model repository has no adapters so far: leave them out, or serve them with penjing serve")
+    if settings.take_weights:
+        raise ConfigError("a model repository takes no weights so far: leave that out, or use it with penjing serve")
     if settings.draft is not None:
         raise ConfigError("a model repository has no draft network so far: leave it out, or use it with penjing serve")
     verify(folder)

@@ -65,6 +65,7 @@ def make_engine(
         BrokenEngineError: a worker ended before it had loaded.
     """
     config = resolve_device(config or EngineConfig(), loaded.config)
+    check_taking(config, loaded.scheme != "fp32")
     if loaded.sight is not None and config.device != "cpu":
         raise ConfigError("a decoder that sees is served on a CPU only; take device=cpu")
     available = available_memory() if config.device == "cpu" else free_device_memory(loaded.model, config)
@@ -72,6 +73,24 @@ def make_engine(
     runner = make_runner(loaded.model, config, adapters, workers)
     network = None if config.draft is None else load_network(config.draft, loaded, runner)
     return LLMEngine(loaded, config, runner, _speculation(config, runner, network))
+
+
+def check_taking(config: EngineConfig, is_quantized: bool) -> None:
+    """Refuse to take weights where those of the model are not what the engine computes with.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        ConfigError: they are integers, or on a GPU.
+    """
+    if config.take_weights and is_quantized:
+        raise ConfigError(
+            "take_weights is for a checkpoint in floating point, and the weights of this one are integers; serve the "
+            "checkpoint that is trained"
+        )
+    if config.take_weights and config.device != "cpu":
+        raise ConfigError("take_weights is for a CPU so far; take device=cpu")
 
 
 def _speculation(config: EngineConfig, runner: ModelRunner, network: DraftNetwork | None) -> Speculation | None:
@@ -133,4 +152,5 @@ def make_runner(
         kv_dtype=config.kv_dtype,
         adapters=adapters,
         key_blocks=allocate_summaries(config, model.config),
+        take_weights=config.take_weights,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
+
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder, why_not_fused
@@ -35,16 +38,19 @@ class Runner:
         kv_dtype: KvDtype = "float32",
         adapters: Mapping[str, Pairs] | None = None,
         key_blocks: StepBlocks | None = None,
+        take_weights: bool = False,
     ) -> None:
         """
         Args:
             adapters: by their names.
             key_blocks: rows choose what they read by these.
+            take_weights: `parameters` may be written between two steps.
 
         Raises:
             ConfigError: there are adapters or `key_blocks`, and a model that the C++ step does not take.
         """
         self.block_size = block_size
+        self.parameters = own_parameters(model) if take_weights else None
         self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
         self.layers = ModelStep(model) if self.fused is None else None  # the fused step has packed weights of its own
         self._why_not_fused = "" if self.fused is not None else why_not_fused(model)
@@ -122,3 +128,10 @@ class Runner:
 
         assert self.layers is not None
         return StepScores(self.layers(tensors, self.kv_pool, self.kv_scale, seen_XE).numpy()), ready
+
+
+def own_parameters(model: Decoder) -> dict[str, Tensor]:
+    """By their names; each is given memory of its own, float32, which nothing else reads or writes."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32, copy=True)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

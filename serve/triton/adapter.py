@@ -16,11 +16,13 @@ import numpy as np
 from penjing.core.config import parse_config
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.serve.client.errors import code_of
-from penjing.serve.client.protocol import ADAPTERS_VARIABLE, PING, PULSE_VARIABLE, SIGHT
+from penjing.serve.client.protocol import ADAPTERS_VARIABLE, OF_WEIGHTS, PING, PULSE_VARIABLE, SIGHT, WEIGHTS
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.loop import EngineLoop
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
+from penjing.serve.runner.runner import Runner
+from penjing.serve.runner.weights import ServedWeights
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.sight.wire import with_places
 from penjing.serve.triton.adapter_watch import AdapterWatch, reachable_folders
@@ -71,6 +73,7 @@ class LLMAdapter:
         self._intake = Intake()
         self._eyes: RemoteEyes | None = None
         self._adapters: AdapterWatch | None = None
+        self._weights: ServedWeights | None = None
         self._stopping = threading.Event()
         pulse = os.environ.get(PULSE_VARIABLE)
         self._pulse = Pulse(Path(pulse)) if pulse else None
@@ -110,6 +113,8 @@ class LLMAdapter:
         bound_strings(self._pb_utils, max(most, 2 * config.max_image_bytes if images.token else 0))
         self._chat_template = engine.chat_template
         loop = EngineLoop(engine)
+        if isinstance(engine.runner, Runner) and engine.runner.parameters is not None:
+            self._weights = ServedWeights(engine.runner.parameters, loop)
         loop.start()
         _generate_one_token(loop)
         loop.take_samples()
@@ -158,9 +163,14 @@ class LLMAdapter:
         parameters = request.parameters()
         if len(parameters) > MAX_TEXT_BYTES:
             raise RequestError(f"the parameters have {len(parameters)} bytes, at most {MAX_TEXT_BYTES} are read")
-        if parameters and json.loads(parameters).get(PING) is True:
+        facts = json.loads(parameters) if parameters else {}
+        if facts.get(PING) is True:
             return self._answer_ping(sender)
         inputs = {tensor.name(): np.asarray(tensor.as_numpy()) for tensor in request.inputs()}
+        if WEIGHTS in facts:
+            return self._send_text(sender, self._weights_of(facts).answer(facts[WEIGHTS], inputs.get(WEIGHTS)))
+        if OF_WEIGHTS in facts:
+            self._weights_of(facts).check(facts[OF_WEIGHTS])
         call = read_call(inputs, parameters, self._loop.engine.preparer.max_prompt_bytes)
         if call.messages is not None and self._chat_template is None:
             raise RequestError("this model has no chat template; send text_input instead of messages")
@@ -218,9 +228,19 @@ class LLMAdapter:
 
     def _answer_ping(self, sender: Any) -> None:
         assert self._loop is not None
-        if self._refusing or self._loop.failure:
-            raise UnavailableError(f"the engine takes no requests: {self._loop.failure or 'it is shutting down'}")
-        tensor = self._pb_utils.Tensor("text_output", np.array([b""], dtype=np.object_))
+        reason = self._loop.failure or self._loop.paused
+        if self._refusing or reason:
+            raise UnavailableError(f"the engine takes no requests: {reason or 'it is shutting down'}")
+        self._send_text(sender, "")
+
+    def _weights_of(self, facts: dict[str, Any]) -> ServedWeights:
+        if self._weights is None:
+            (name,) = facts.keys() & {WEIGHTS, OF_WEIGHTS}
+            raise RequestError(f"{name}: this server takes no weights; start it with --set take_weights=true")
+        return self._weights
+
+    def _send_text(self, sender: Any, text: str) -> None:
+        tensor = self._pb_utils.Tensor("text_output", np.array([text.encode()], dtype=np.object_))
         response = self._pb_utils.InferenceResponse(output_tensors=[tensor])
         sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 

@@ -32,7 +32,8 @@ def test_they_are_found() -> None:
     front = ["FrontConfig", "FrontJob", "FrontLimits", "FrontModel", "Key", "KeyFile"]
     served = ["BatchConfig", "EngineConfig", "GraphSettings", "ServeConfig", "TowersSettings"]
     fleet = ["Cache", "FleetModel", "FleetPlan"]
-    changes = ["Change", "Answered", "AdapterEntry", "ServedAdapters", "WantedAdapters"]  # of a running server
+    adapters = ["AdapterEntry", "ServedAdapters", "WantedAdapters"]
+    changes = ["Change", "Answered", *adapters, "WeightPiece"]  # of a running server
     assert [kind.__name__ for kind in settings()] == sorted([*served, *front, *fleet, *changes])
 
 

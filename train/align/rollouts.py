@@ -7,8 +7,9 @@ advantages see the whole batch, and the state that is saved is the same in every
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,14 @@ from penjing.train.align.advantages import (
     leave_one_out,
     whitened,
 )
+from penjing.train.align.learner import Learner
 from penjing.train.align.prompts import Answer, Prompt, Sampled, answer_seed
 from penjing.train.align.rewards import Rewards
-from penjing.train.align.sampler import EngineSampler
+from penjing.train.align.sampler import AnySampler
 from penjing.train.data.order import Order
 from penjing.train.objective.actor_critic import valued_tokens
 from penjing.train.objective.objective import Batch
-from penjing.train.objective.policy import answer_inputs, answer_tokens
+from penjing.train.objective.policy import answer_tokens
 from penjing.train.processes.world import World
 from penjing.train.recipe.align import AlgorithmConfig
 from penjing.train.recipe.data import RolloutData
@@ -76,34 +78,6 @@ def answer_batch(
     return found
 
 
-@dataclass
-class Learner:
-    """What the task gives its streams once the model is there: who answers, whose probabilities are asked for, and
-    whose logits are learnt from."""
-
-    model: nn.Module
-    sampler: EngineSampler
-    reference: nn.Module | None = None
-    teacher: nn.Module | None = None
-
-    @torch.no_grad()
-    def taught(self, batch: Batch) -> Batch:
-        """`batch` with the logits of the teacher, if there is one."""
-        if self.teacher is None:
-            return batch
-        return batch | {"teacher": self.teacher(**_inputs(batch, self.teacher))}
-
-    @torch.no_grad()
-    def states(self, batch: Batch) -> Tensor:
-        """(R, E): what the decoder below a draft network makes of `batch`; the same after an update."""
-        return self.model(**_inputs(batch, self.model), only_states=True)
-
-
-def _inputs(batch: Batch, model: nn.Module) -> Batch:
-    device = next(model.parameters()).device
-    return {name: each.to(device) for name, each in answer_inputs(batch).items()}
-
-
 class RolloutStream:
     """Endless micro-batches of rollouts; a prompt is a sample.
 
@@ -130,6 +104,8 @@ class RolloutStream:
         self._micro_batch, self._world = micro_batch, world
         self._order = Order(len(prompts), data.batch_size, data.batch_size, 0, 1, seed)
         self._rollout: Rollout | None = None
+        self._next: Future[Rollout] | None = None  # with `data.ahead`, what this process samples meanwhile
+        self._gathered: Rollout | None = None  # the same, of all processes, where it has been waited for
         self._places = np.empty(0, np.int64)
         self._used = 0  # updates made from the rollout
         self._ready = list[Batch]()
@@ -141,8 +117,7 @@ class RolloutStream:
     def __next__(self) -> Batch:
         if not self._ready:
             if self._rollout is None:
-                self._places = self._order.next()[1]
-                self._rollout = self._roll_out(self._order.state_dict()["taken"])
+                self._rollout = self._finished(self._sampled())
                 self._states = []
             self._used += 1
             self._ready = self._batches(self._rollout)
@@ -157,9 +132,48 @@ class RolloutStream:
         end = -(-self._data.batch_size // step) * step
         return [np.arange(begin, begin + size) for begin in range(self._world.rank * size, end, step)]
 
-    def _roll_out(self, taken: int) -> Rollout:
-        data, learner = self._data, self._learner()
-        learner.model.eval()
+    def _sampled(self) -> Rollout:
+        """The next answers, of all processes, with "place" (P,) int64, their prompts."""
+        sampled = self._gathered or self._of_all(self._next or self._start())
+        self._gathered = None
+        if self._data.ahead:
+            self._next = self._start()
+        return sampled
+
+    def _of_all(self, mine: Future[Rollout]) -> Rollout:
+        """Wait for the answers of this process, and add those of the others."""
+        rollout = mine.result()
+        for name in sorted(rollout):
+            self._world.sum(rollout[name])
+        return rollout
+
+    def _start(self) -> Future[Rollout]:
+        """Begin the next answers, by the weights as they are now; with `data.ahead` beside the caller."""
+        places, future = self._order.next()[1], Future[Rollout]()
+        taken, sampler = self._order.state_dict()["taken"], self._learner().sampler
+        sampler.busy.acquire()
+
+        def work() -> None:
+            try:
+                future.set_result(self._roll_out(sampler, places, taken))
+            except BaseException as error:  # belongs to whoever waits for the answers
+                future.set_exception(error)
+            finally:
+                sampler.busy.release()
+
+        try:
+            sampler.refresh()
+        except BaseException:
+            sampler.busy.release()
+            raise
+        if self._data.ahead:
+            threading.Thread(target=work, name="rollouts", daemon=True).start()
+        else:
+            work()
+        return future
+
+    def _roll_out(self, sampler: AnySampler, places: np.ndarray, taken: int) -> Rollout:
+        data = self._data
         judged = ["ended", "reward", *(["gold"] if self._rewards.gold is not None else [])]
         counted = ["asked", *(f"{name} sum" for name in judged)] if self._algorithm.redraws else []
         shape = data.batch_size, data.samples
@@ -171,8 +185,8 @@ class RolloutStream:
         } | {name: torch.zeros(shape, dtype=torch.float64) for name in (*judged, *counted)}
         mine = [place for some in self._mine() for place in some.tolist() if place < data.batch_size]
         for place in mine:
-            rollout["place"][place] = int(self._places[place])
-        spare = self._spare(taken)
+            rollout["place"][place] = int(places[place])
+        spare = self._spare(places, taken)
         for draw in range(1 + self._algorithm.redraws):
             # The first draw has the seeds of a run without redraws.
             seeds = [answer_seed(self._seed, taken, place, *([draw] if draw else [])) for place in mine]
@@ -180,7 +194,7 @@ class RolloutStream:
                 for place in mine:
                     rollout["place"][place] = int(spare[((draw - 1) * data.batch_size + place) % len(spare)])
             prompts = [self._prompts[int(rollout["place"][place])].tokens for place in mine]
-            found = learner.sampler.sample(prompts, seeds, data.samples, data.max_tokens, data.temperature)
+            found = sampler.sample(prompts, seeds, data.samples, data.max_tokens, data.temperature)
             for place, answers in zip(mine, found, strict=True):
                 self._judge(rollout, place, answers)
                 if counted:
@@ -188,26 +202,30 @@ class RolloutStream:
                     for name in judged:
                         rollout[f"{name} sum"][place] += rollout[name][place]
             mine = [place for place in mine if bool((rollout["reward"][place] == rollout["reward"][place, 0]).all())]
-        learner.model.train()
-        for name in sorted(rollout):
-            self._world.sum(rollout[name])
-        algorithm = self._algorithm
-        whole_kl = algorithm.kind == "rloo" and algorithm.kl > 0
+        return rollout
+
+    def _finished(self, rollout: Rollout) -> Rollout:
+        """With what the models say of the answers."""
+        learner, algorithm = self._learner(), self._algorithm
         self._places = rollout.pop("place").numpy()
+        ratios = algorithm.kind not in ("distill", "draft") and (algorithm.updates > 1 or self._data.ahead)
+        whole_kl = algorithm.kind == "rloo" and algorithm.kl > 0
         if algorithm.kind == "ppo":
             rollout["old"], rollout["value"] = self._asked(rollout, learner.model, valued=True)
-        elif (algorithm.updates > 1 and algorithm.kind != "draft") or whole_kl:
+        elif (ratios or whole_kl) and not self._data.ahead:
             (rollout["old"],) = self._asked(rollout, learner.model)
+        if self._data.ahead and (ratios or whole_kl):
+            rollout["old"] = rollout["engine"].clone()  # the weights that sampled them are gone
         if learner.reference is not None:
             (rollout["reference"],) = self._asked(rollout, learner.reference)
         return rollout
 
-    def _spare(self, taken: int) -> np.ndarray:
+    def _spare(self, places: np.ndarray, taken: int) -> np.ndarray:
         """The prompts that may replace others of this step, in an order of chance; the same in every process, so that
         none of them comes twice while there are enough."""
-        others = np.setdiff1d(np.arange(len(self._prompts)), self._places)
+        others = np.setdiff1d(np.arange(len(self._prompts)), places)
         chance = np.random.default_rng(answer_seed(self._seed, taken))
-        return chance.permutation(others if len(others) else self._places)
+        return chance.permutation(others if len(others) else places)
 
     def _judge(self, rollout: Rollout, place: int, answers: Sequence[Sampled]) -> None:
         """Put the answers to a prompt, and what they are worth, where others may have stood."""
@@ -321,10 +339,12 @@ class RolloutStream:
 
     def _is_learnt(self, name: str) -> bool:
         """Whether an update needs these log-probabilities, and not the advantages alone."""
-        return name == "reference" or self._algorithm.updates > 1
+        return name == "reference" or self._algorithm.updates > 1 or self._data.ahead
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the rollout that updates are still to be made from."""
+        """The position, the rollout that updates are still to be made from, and the next, which is waited for."""
+        if self._next is not None:
+            self._gathered, self._next = self._of_all(self._next), None
         order = self._order.state_dict()
         held = None if self._rollout is None else dict(self._rollout)
         return order | {
@@ -332,21 +352,28 @@ class RolloutStream:
             "rollout": held,
             "places": self._places.tolist(),
             "used": self._used,
+            **({} if self._gathered is None else {"next": dict(self._gathered)}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; see `Order`."""
         self._order.load_state_dict(state | {"num_samples": state["num_samples"] // self._algorithm.updates})
-        held = state["rollout"]
-        # A slice of each dimension reads a tensor that many processes saved, too.
-        whole = {name: tuple(slice(0, size) for size in each.shape) for name, each in (held or {}).items()}
-        self._rollout = None if held is None else {name: held[name][region] for name, region in whole.items()}
+        self._rollout, self._gathered = _read(state["rollout"]), _read(state.get("next"))
+        self._next = None
         self._places = np.array(state["places"], np.int64)
         self._used = int(state["used"])
         self._ready, self._states = [], []
 
 
-def greedy_answers(sampler: EngineSampler, prompts: Sequence[Prompt], max_tokens: int) -> list[Sampled]:
+def _read(held: dict[str, Any] | None) -> Rollout | None:
+    """A rollout that was saved; a slice of each dimension reads a tensor that many processes saved, too."""
+    whole = {name: tuple(slice(0, size) for size in each.shape) for name, each in (held or {}).items()}
+    return None if held is None else {name: held[name][region] for name, region in whole.items()}
+
+
+def greedy_answers(sampler: AnySampler, prompts: Sequence[Prompt], max_tokens: int) -> list[Sampled]:
     """The likeliest answer to each prompt."""
-    found = sampler.sample([prompt.tokens for prompt in prompts], [0] * len(prompts), 1, max_tokens, 0.0)
+    with sampler.busy:
+        sampler.refresh()
+        found = sampler.sample([prompt.tokens for prompt in prompts], [0] * len(prompts), 1, max_tokens, 0.0)
     return [answers[0] for answers in found]

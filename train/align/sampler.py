@@ -8,8 +8,10 @@ are the same in however many processes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +55,14 @@ def float_bytes(folder: Path) -> int:
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
-class EngineSampler:
-    """Samples from the model of an engine.
+class AnySampler(Protocol):
+    """What answers prompts. Who asks holds `busy` from `refresh` to the last answer, on whatever threads."""
 
-    Args:
-        longest: tokens of a prompt and its answer at most.
-    """
+    busy: threading.Lock
 
-    def __init__(self, loaded: LoadedModel, longest: int) -> None:
-        # Keys and values of a prompt are shared by its answers, and outlive no update.
-        limits = EngineConfig(max_num_sequences=_TOGETHER, max_model_len=longest, enable_prefix_caching=False)
-        self._engine: LLMEngine = make_engine(loaded, limits)
+    def refresh(self) -> None:
+        """Answer by the weights as they are now; without it, by those of the last time."""
+        ...
 
     def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, max_tokens: int, temperature: float
@@ -77,6 +76,29 @@ class EngineSampler:
         Raises:
             InputError: the model's logits are not finite.
         """
+        ...
+
+
+class EngineSampler:
+    """Samples from the model of an engine.
+
+    Args:
+        longest: tokens of a prompt and its answer at most.
+    """
+
+    def __init__(self, loaded: LoadedModel, longest: int) -> None:
+        self.busy = threading.Lock()
+        # Keys and values of a prompt are shared by its answers, and outlive no update.
+        limits = EngineConfig(max_num_sequences=_TOGETHER, max_model_len=longest, enable_prefix_caching=False)
+        self._engine: LLMEngine = make_engine(loaded, limits)
+
+    def refresh(self) -> None:
+        """See `AnySampler`; the model does not change."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, max_tokens: int, temperature: float
+    ) -> list[list[Sampled]]:
+        """See `AnySampler`."""
         found = [[Sampled() for _ in range(samples)] for _ in prompts]
         for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             params = SamplingParams(
@@ -105,15 +127,23 @@ class Sampler(EngineSampler):
 
     Args:
         model: a `Decoder` with adapters or without, whole in this process or shared among several, which then all call
-            `sample` as often.
+            `refresh` as often.
         config: its architecture.
         tokenizer: the folder of its tokenizer, which names the tokens that end an answer.
         longest: tokens of a prompt and its answer at most.
         scale: of the adapters' products; None: there are none.
+        apart: the weights are copied, so that the learner may go on while answers are sampled.
     """
 
     def __init__(
-        self, model: nn.Module, config: DecoderConfig, tokenizer: Path, longest: int, scale: float | None = None
+        self,
+        model: nn.Module,
+        config: DecoderConfig,
+        tokenizer: Path,
+        longest: int,
+        scale: float | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._model, self._scale = model, scale
         with torch.device("meta"):
@@ -121,10 +151,10 @@ class Sampler(EngineSampler):
         learners = dict(model.named_parameters())
         for name, parameter in list(decoder.named_parameters()):
             tensor = learners[name].detach()
-            # What is not the learner's own float32 memory on the CPU gets memory here, filled by `_refresh`.
+            # What is not the learner's own float32 memory on the CPU gets memory here, filled by `refresh`.
             adapted = f"{name.removesuffix('.weight')}.lora_A.weight" in learners
             plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
-            plain = plain and not isinstance(tensor, DTensor)
+            plain = plain and not isinstance(tensor, DTensor) and not apart
             mine = tensor if plain and not adapted else torch.empty(parameter.shape)
             owner, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(owner), leaf, nn.Parameter(mine, requires_grad=False))
@@ -135,23 +165,26 @@ class Sampler(EngineSampler):
         loaded = LoadedModel(decoder.eval(), config, Tokenizer.from_folder(tokenizer), None, None, "fp32")
         super().__init__(loaded, longest)
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], samples: int, max_tokens: int, temperature: float
-    ) -> list[list[Sampled]]:
-        """See `EngineSampler`; by the weights as they are now."""
-        self._refresh()
-        return super().sample(prompts, seeds, samples, max_tokens, temperature)
-
     @torch.no_grad()
-    def _refresh(self) -> None:
-        """Take the weights as they are now, adapters merged."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what a forward pass has gathered is of before the update
-        learners = _Whole(dict(self._model.named_parameters()))
-        for name, tensor in learners.items() if self._scale is None else merged(learners, self._scale):
+    def refresh(self) -> None:
+        """See `AnySampler`."""
+        for name, tensor in learnt_weights(self._model, self._scale):
             if name in self._own and self._own[name].data_ptr() != tensor.data_ptr():  # no head for values
                 self._own[name].copy_(tensor)
+
+
+def learnt_weights(model: nn.Module, scale: float | None) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model that is being trained, whole and as they are now, with adapters merged; processes that
+    share it read them together.
+
+    Args:
+        scale: of the adapters' products; None: there are none.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what a forward pass has gathered is of before the update
+    learners = _Whole(dict(model.named_parameters()))
+    yield from learners.items() if scale is None else merged(learners, scale)
 
 
 class _Whole(Mapping[str, Tensor]):

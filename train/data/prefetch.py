@@ -37,9 +37,7 @@ class Prefetched:
 
     def __next__(self) -> Batch:
         if not self._ahead:
-            batch = self._pinned(next(self._stream))
-            self._state = self._stream.state_dict()
-            return batch
+            return self._pinned(next(self._stream))
         if self._thread is None:
             self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
             self._thread.start()
@@ -53,7 +51,7 @@ class Prefetched:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the underlying stream after the last batch that was handed out."""
-        return self._state
+        return self._state if self._ahead else self._stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Drop what was read ahead and go on from `state`."""
@@ -64,7 +62,7 @@ class Prefetched:
     def change(self, work: Callable[[Any], T]) -> T:
         """Do `work` on the underlying stream where the loop stands, at the end of a step: what was read ahead of that
         is dropped, and read again as the stream is then."""
-        self.load_state_dict(self._state)
+        self.load_state_dict(self.state_dict())
         result = work(self._stream)
         self._state = self._stream.state_dict()
         return result

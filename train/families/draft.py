@@ -16,7 +16,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
 from penjing.core.runtime.draft import DraftConfig
 from penjing.train.align.drafted import Drafted
-from penjing.train.align.sampler import EngineSampler
+from penjing.train.align.sampler import AnySampler, EngineSampler
 from penjing.train.families.rollouts import RolloutTuning
 from penjing.train.objective.draft import DraftDistillation
 from penjing.train.processes.world import World
@@ -96,10 +96,10 @@ class DraftTuning(RolloutTuning):
             return super()._copied_bytes(world)
         return sum(path.stat().st_size for path in answers.rglob("*.safetensors"))
 
-    def _sampler(self, model: nn.Module, longest: int) -> EngineSampler:
+    def _sampler(self, model: nn.Module, longest: int, world: World) -> AnySampler:
         answers = self._algorithm.answers
         if answers is None:
-            return super()._sampler(model, longest)
+            return super()._sampler(model, longest, world)
         return EngineSampler(load_model(answers), longest)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:

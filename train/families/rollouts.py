@@ -18,12 +18,14 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import read_backend
 from penjing.train.align.actor_critic import ActorCritic
+from penjing.train.align.learner import Learner
 from penjing.train.align.page import write_rollout_page
 from penjing.train.align.prompts import Answer, read_prompts
 from penjing.train.align.reasoning import ReasoningTasks
 from penjing.train.align.rewards import make_rewards
-from penjing.train.align.rollouts import Learner, RolloutStream, answer_batch, greedy_answers
-from penjing.train.align.sampler import EngineSampler, Sampler, cache_bytes, float_bytes
+from penjing.train.align.rollouts import RolloutStream, answer_batch, greedy_answers
+from penjing.train.align.sampler import AnySampler, Sampler, cache_bytes, float_bytes
+from penjing.train.align.served import ServerSampler, check_servers
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
@@ -61,6 +63,7 @@ class RolloutTuning(DecoderTask):
                 f"data.max_tokens={data.max_tokens} leaves no room for a prompt in the "
                 f"{config.max_position_embeddings} tokens that {folder} can see; lower it"
             )
+        check_servers(data.servers, config)
         self._writer = ChatTokens.from_folder(folder, prompts.template)
         template = None if prompts.template is None or self._writer.template is None else self._writer.template.text
         self._network = ActorCritic if algorithm.kind == "ppo" else Decoder
@@ -169,7 +172,7 @@ class RolloutTuning(DecoderTask):
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`; the model is what answers from now on."""
-        sampler = self._sampler(model, self._longest + self._data.max_tokens)
+        sampler = self._sampler(model, self._longest + self._data.max_tokens, world)
         algorithm, reference, teacher = self._algorithm, None, None
         if algorithm.kl:
             reference = self._other(algorithm.reference or self._tokenizer, "algorithm.reference", world.device)
@@ -191,22 +194,26 @@ class RolloutTuning(DecoderTask):
             if folder is not None:
                 self._check_other(folder, name)
                 kept += float_bytes(folder)
-        return kept + cache_bytes(self.config, self._longest + self._data.max_tokens) + self._copied_bytes(world)
+        if not self._data.servers:
+            kept += cache_bytes(self.config, self._longest + self._data.max_tokens)
+        return kept + self._copied_bytes(world)
 
     def _copied_bytes(self, world: World) -> int:
         """Of the weights that are copied before answers are sampled; see `Sampler`."""
         spread = isinstance(world, MeshWorld) and (world.config.zero > 0 or world.config.tp > 1)
-        if spread or world.device.type != "cpu":
+        if spread or world.device.type != "cpu" or self._data.servers or self._data.ahead:
             return float_bytes(self._tokenizer)
         with torch.device("meta"):
             parameters = dict(self.build_model().named_parameters())
         adapted = (name.replace(".lora_A.", ".") for name in parameters if ".lora_A." in name)
         return sum(4 * parameters[name].numel() for name in adapted)
 
-    def _sampler(self, model: nn.Module, longest: int) -> EngineSampler:
+    def _sampler(self, model: nn.Module, longest: int, world: World) -> AnySampler:
         """What answers, prompts and answers having `longest` tokens at most."""
         scale = None if self._recipe.adapter is None else self._recipe.adapter.scale
-        return Sampler(model, self.config, self._tokenizer, longest, scale)
+        if self._data.servers:
+            return ServerSampler(model, self.config, self._data.servers, world, scale)
+        return Sampler(model, self.config, self._tokenizer, longest, scale, apart=self._data.ahead)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`; the run folder gets a page of how rewards moved."""

@@ -157,6 +157,28 @@ class RolloutData(DataConfig):
     temperature: float = Field(
         default=1.0, gt=0, le=10, description="Logits are divided by it, when answers are sampled and when learnt."
     )
+    servers: tuple[str, ...] = Field(
+        default=(),
+        description="host:port of the gRPC endpoints of servers that sample in place of this process: `penjing serve "
+        "CHECKPOINT --set take_weights=true`, of the checkpoint that the run begins with. Each process of the run "
+        "needs one of its own at least.",
+    )
+    ahead: bool = Field(
+        default=False,
+        description="Answers of the next update are sampled while this one is learnt, so by weights of one update "
+        "before; what they were sampled with counts as the probability before. For a temperature of 1.",
+    )
+
+    @model_validator(mode="after")
+    def _probabilities_are_told(self) -> RolloutData:
+        if self.ahead and self.temperature != 1:
+            raise ValueError(
+                f"ahead needs the probabilities that answers were sampled with, which are told for a temperature of 1 "
+                f"alone, not {self.temperature:g}; leave out one of the two"
+            )
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("servers names one twice; name each once")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -18,7 +18,7 @@ from penjing.train.state.state import Tree
 # names of settings and of whole sections.
 FREE = (
     "output", "run", "steps", "epochs", "device", "compile", "checkpoint", "evaluation", "monitor", "alarms", "memory",
-    "parallel", "data.micro_batch", "data.prefetch", "optimizer.fused",
+    "parallel", "data.micro_batch", "data.prefetch", "data.servers", "optimizer.fused",
 )  # fmt: skip
 _BOUND = ("parallel.gradients",)  # but for these: gradients of 8 bits are others
 

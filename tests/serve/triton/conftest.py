@@ -24,6 +24,12 @@ def tiny_long(make_tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def other(make_tiny_checkpoint: Callable[..., Path]) -> Path:
+    """The same with other weights."""
+    return make_tiny_checkpoint(max_position_embeddings=4096, seed=7)
+
+
+@pytest.fixture(scope="session")
 def server(tiny_long: Path) -> Iterator[Served]:
     """A Triton server with the tiny model: 8 sequences run at once, 8 may wait."""
     with serving(tiny_long, LIMITS, shared_memory_bytes=SHARED_MEMORY_BYTES) as served:

@@ -20,7 +20,7 @@ from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.drafter import NO_DRAFT
 from penjing.serve.speculate.rows import StepCosts
 from penjing.train.align.drafted import Drafted
-from penjing.train.align.rollouts import Learner
+from penjing.train.align.learner import Learner
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.families.base import build_task
 from penjing.train.families.draft import known_tokens

@@ -108,7 +108,15 @@ def test_the_reward_rises_and_the_engine_follows_the_learner(recipe: Path, tmp_p
     assert (tmp_path / "out/adapter").exists() == bool(settings)
 
 
-@pytest.mark.parametrize("settings", [["algorithm.redraws=1"], ["algorithm.updates=2", "algorithm.kl=0.1"]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm.redraws=1"],
+        ["algorithm.updates=2", "algorithm.kl=0.1"],
+        ["data.ahead=true", "algorithm.kl=0.1", "algorithm.redraws=1"],
+        ["data.ahead=true", "algorithm.updates=2"],
+    ],
+)
 def test_a_run_goes_on_as_if_it_had_not_stopped(recipe: Path, tmp_path: Path, settings: list[str]) -> None:
     train(recipe, ["steps=5", *settings])
     whole = [f"output={tmp_path}/again", *settings]
@@ -118,6 +126,25 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(recipe: Path, tmp_path: Path, se
     assert all(torch.equal(first[name], second[name]) for name in first)
     for ours, theirs in zip(*(records(tmp_path / f"{name}-run")[-2:] for name in ("out", "again")), strict=True):
         assert all(ours[key] == theirs[key] for key in ("loss", "reward", "length", "entropy", "gradient_norm"))
+
+
+def test_what_is_sampled_ahead_is_of_one_update_before(recipe: Path, tmp_path: Path) -> None:
+    settings = ["steps=3", "learning_rate.peak=2e-2"]
+    train(recipe, settings)
+    train(recipe, [*settings, "data.ahead=true", f"output={tmp_path}/ahead"])
+    now, ahead = (records(tmp_path / f"{name}-run") for name in ("out", "ahead"))
+    # The first answers are the same; the second ones were sampled before anything was learnt from them.
+    assert now[0]["loss"] == pytest.approx(ahead[0]["loss"], abs=1e-6)
+    assert now[0]["reward"] == ahead[0]["reward"]
+    assert max(record["gap"] for record in (*now, ahead[0])) < 1e-4
+    assert min(record["gap"] for record in ahead[1:]) > 1e-3
+
+
+def test_a_run_learns_from_answers_that_are_sampled_ahead(recipe: Path, tmp_path: Path) -> None:
+    results = train(recipe, ["steps=20", "evaluation.every=20", "data.ahead=true"])
+    steps = records(tmp_path / "out-run")
+    first = sum(record["reward"] for record in steps[:5]) / 5
+    assert results["reward"] > first + 0.2
 
 
 def test_equal_rewards_change_no_bit(recipe: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -82,6 +82,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo, adapter": {
         "recipe": "rollouts.toml", "settings": ["algorithm={kind='grpo', redraws=1}", "adapter={rank=4}"],
     },
+    "grpo, ahead": {
+        "recipe": "rollouts.toml", "settings": ["algorithm={kind='grpo', kl=0.02, redraws=1}", "data.ahead=true"],
+    },
     "rloo": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='rloo', kl=0.02, updates=2}"]},
     "ppo": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='ppo', kl=0.05, updates=2}"]},
     "distill": {"recipe": "rollouts.toml", "settings": ["algorithm={kind='distill', teacher='other'}"]},
@@ -97,6 +100,7 @@ RESUMED = (
     "reward on zero 3",
     "grpo on zero 3",
     "grpo, adapter on tp 2",
+    "grpo, ahead on zero 3",
 )
 # Parts of the names of what keeps every bit, in what is exported.
 _BESIDE = ("norm", "embed_tokens", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
@@ -136,6 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
         "reward": ("dp 2", "zero 3", "tp 2"),
         "grpo": ("dp 2", "zero 3", "tp 2"),
         "grpo, adapter": ("zero 3", "tp 2"),
+        "grpo, ahead": ("dp 2", "zero 3"),
         "rloo": ("dp 2",),
         "ppo": ("dp 2", "zero 3", "tp 2"),
         "distill": ("zero 3", "tp 2"),
