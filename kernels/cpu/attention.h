@@ -48,12 +48,13 @@ public:
     const PjSequences& sequences() const { return sequences_; }
     const AttentionShape& shape() const { return shape_; }
     int64_t max_rows() const { return max_rows_; }
+    int64_t max_tiles() const { return max_tiles_; }  // of an item
 
 private:
     std::vector<Item> items_;
     std::vector<Unit> units_;
     int64_t partial_floats_ = 0;
-    int64_t max_rows_ = 0;
+    int64_t max_rows_ = 0, max_tiles_ = 0;
     PjSequences sequences_{};
     AttentionShape shape_{};
 };

@@ -113,8 +113,8 @@ struct Ops {
     uint32_t (*sum_words)(const uint32_t* words, int64_t count);
 
     // Transposes the first `keys` rows of a tile into groups of one vector: out[group][word][lane]. A row has `words` of
-    // 32 bits: a float, or four dimensions in INT8. Meanwhile the rows `ahead`, as many, are fetched. Bits of `chosen` as
-    // in AttentionTile: what none needs is left out.
+    // 32 bits: a float, or four dimensions in INT8. Of `chosen` bits are as in
+    // AttentionTile: what none needs is left out. Meanwhile as many rows of `ahead` are fetched as are packed.
     void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out);
     // x × factor in 16 bits with one scale, amax / 32767. Of each four dimensions the even ones come first.
     void (*quantize_query)(const float* x, float factor, int head_dim, int16_t* q, float* scale);

@@ -28,13 +28,13 @@ inline void pack_keys(const void* const* k, const void* const* ahead, int keys, 
         float* to = out + static_cast<int64_t>(group) * words * W;
         int d = 0;
         for (; d + W <= words; d += W) {
-            for (int lane = 0; lane < W; ++lane)
-                __builtin_prefetch(static_cast<const float*>(ahead[group * W + lane]) + d, 0, 2);
+            for (int lane = 0; lane < W; ++lane) __builtin_prefetch(static_cast<const float*>(ahead[lane]) + d, 0, 2);
             v_transpose(rows, d, to + d * W);
         }
         // Bytes, not floats: a word may be four dimensions.
         for (; d < words; ++d)
             for (int lane = 0; lane < W; ++lane) __builtin_memcpy(to + d * W + lane, rows[lane] + d, sizeof(float));
+        ahead += W;
     }
 }
 

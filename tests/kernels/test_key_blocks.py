@@ -98,6 +98,26 @@ def test_bits_do_not_depend_on_threads_and_company(isa: CpuExtension) -> None:
         isa.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "page", "int8"), [(KeyBlocks(16, 1, 2, 5), 16, False), (KeyBlocks(32, 0, 1, 3), 64, True)]
+)
+def test_one_row_in_pieces(isa: CpuExtension, blocks: KeyBlocks, page: int, int8: bool) -> None:
+    """A long context is cut for the team, and of most tiles of a piece nothing was chosen."""
+    context = 2010
+    layer = Layer(isa, context, blocks, page, int8)
+    layer.run(0, context - 1)
+    alone = layer.run(context - 1, context)
+    assert (layer.masks[0] == 0).sum() > 20
+    threads = isa.num_threads
+    try:
+        for count in (2, 3):
+            isa.set_num_threads(count)
+            layer.run(context - 300, context - 1)  # leaves other states where those of the pieces will lie
+            assert torch.equal(alone, layer.run(context - 1, context)), count
+    finally:
+        isa.set_num_threads(threads)
+
+
 def test_keys_that_are_not_chosen_are_not_read(isa: CpuExtension) -> None:
     blocks, page, context = CASES[0][:3]
     layer = Layer(isa, context, blocks, page, False)
