@@ -1,69 +1,94 @@
-"""INT8 linear layers of a decoder while it learns: they compute in floating point what the INT8 runtime computes.
+"""Linear layers of a decoder while it learns: they compute in floating point what the runtime computes in integers.
 
-Weights are rounded with one scale a row, activations with one a token (`kernels.quantize`); gradients pass as if
-nothing was rounded. The scale of a row is learned by LSQ's gradient (https://arxiv.org/abs/1902.08153) in the logarithm
-(https://arxiv.org/abs/1903.08066): it stays positive, and a step of an optimiser changes large and small ones alike.
+Weights are rounded to 8 bits with a scale a row, or to 4 bits with a grid for each group of inputs, and activations as
+the runtime rounds them; gradients pass as if nothing was rounded. A weight is learnt in steps of the grid that it began
+with, and the grid beside it: what a grid is changed by moves all its weights, whose integers stay. Scales are learnt in
+the logarithm (https://arxiv.org/abs/1903.08066): they stay positive, and a step of an optimiser changes large and small
+ones alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penjing.compress.decoder.int4 import LEAST_SCALE, GroupedWeight
 from penjing.compress.decoder.weights import QuantizedWeight
-from penjing.compress.rounding.fake_quantize import fake_quantize
-from penjing.compress.rounding.formats import INT8_WEIGHT
+from penjing.compress.rounding.formats import INT4_WEIGHT, INT8_WEIGHT, NumberFormat
+from penjing.core.runtime.schemes import INT8, Scheme
+from penjing.kernels.int4_linear import OFFSET, unpack_int4
 from penjing.kernels.quantize import quantize_above, quantize_per_token_torch
-from penjing.kernels.rounding import INT8_LIMIT
 
-UNIT = 0.005  # a usual scale: an update of 1e-5 moves a weight by 0.002 of its row's scale
-SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight by 0.013 of it
-LARGEST = (
-    INT8_LIMIT - 1e-3
-)  # scales: beyond the limit the largest weight of a row would count as clipped, and not learn
+UNIT = 0.005  # a usual scale: an update of 1e-5 moves a weight by 0.002 of its scale
+SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight of 8 bits by 0.013 of it
+OFFSET_RATE = 80.0  # … and an offset by 8e-4 of its scale: as much as the scale changes what is 8 steps away
 INSIDE = 0.49  # of a scale: how far a weight may begin from the integer that it begins with
+EDGE = 1e-3  # of a scale: a weight beyond the last integer would count as clipped, and not learn
+
+Stored = QuantizedWeight | GroupedWeight
 
 
-class _Above(torch.autograd.Function):
-    """The same with a zero point a token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        q_MK, scale_M, zero_M = quantize_above(x.reshape(-1, x.shape[-1]))
-        return ((q_MK - zero_M[:, None]).to(torch.float32) * scale_M[:, None]).view(x.shape).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class _PerToken(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     """Activations (…, K) as the runtime rounds them; no value is ever clipped, so the gradient is the identity's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        q_MK, scale_M = quantize_per_token_torch(x.reshape(-1, x.shape[-1]))
+    def forward(ctx: Any, x: Tensor, scheme: Scheme) -> Tensor:
+        group = scheme.activation_group
+        if group is None:
+            return x.to(torch.bfloat16).to(x.dtype)
+        rows_MK = x.reshape(-1, group or x.shape[-1])
+        if scheme.zero_points:
+            q_MK, scale_M, zero_M = quantize_above(rows_MK)
+            q_MK = q_MK - zero_M[:, None]
+        else:
+            q_MK, scale_M = quantize_per_token_torch(rows_MK)
         return (q_MK.to(torch.float32) * scale_M[:, None]).view(x.shape).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
 
 
-class FakeInt8Linear(nn.Linear):
-    """`Int8Linear` for training; (…, in_features) → (…, out_features).
+class _Weight(torch.autograd.Function):
+    """(N, G, B) shares of UNIT → integers × scale_NG1 + middle_NG1; a weight that is clipped learns nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, scale: Tensor, middle: Tensor | None, values: NumberFormat) -> Tensor:
+        steps = share / UNIT
+        inside = (steps >= values.low) & (steps <= values.high)
+        integers = values.store(steps)
+        ctx.save_for_backward(inside, integers.to(torch.int8), scale)
+        ctx.has_middle = middle is not None
+        weight = integers.mul_(scale)
+        return weight if middle is None else weight.add_(middle)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        inside, integers, scale = ctx.saved_tensors
+        to_scale = (gradient * integers).sum(dim=-1, keepdim=True)
+        to_middle = gradient.sum(dim=-1, keepdim=True) if ctx.has_middle else None
+        return (gradient * (scale / UNIT)).mul_(inside), to_scale, to_middle, None
+
+
+class RoundedLinear(nn.Linear):
+    """`Int8Linear` or `Int4Linear` for training; (…, in_features) → (…, out_features).
 
     Attributes:
-        weight: (out_features, in_features) weights over the scales that they began with, times UNIT.
-        log_scale: (out_features,) logarithms of the scales over SCALE_RATE.
-        begun_scale: (out_features, 1) the scales that training began with.
+        scheme: how it is rounded; with 4 bits float scales, and offsets or none.
+        weight: (out_features, in_features) weights in steps of their grid from its middle, times UNIT.
+        growth: (out_features, groups) logarithms of the scales over those that training began with, over SCALE_RATE.
+        shift: (out_features, groups), where there are offsets, how far they are from those that training began with,
+            over the scales that it began with and OFFSET_RATE.
+        begun_scale, begun_offset: (out_features, groups) the scales and offsets that training began with.
     """
 
     begun_scale: Tensor
+    begun_offset: Tensor
 
     def __init__(
         self,
@@ -71,75 +96,119 @@ class FakeInt8Linear(nn.Linear):
         out_features: int,
         bias: bool,
         device: torch.device | None = None,
-        zero_points: bool = False,
+        scheme: Scheme = INT8,
     ) -> None:
         super().__init__(in_features, out_features, bias, device)
-        self.zero_points = zero_points
-        self.log_scale = nn.Parameter(torch.zeros(out_features, device=device))
-        self.register_buffer("begun_scale", torch.ones(out_features, 1, device=device))
+        assert not scheme.steps, "whole scales do not learn"
+        self.scheme, self.values = scheme, INT8_WEIGHT if scheme.bits == 8 else INT4_WEIGHT
+        groups = in_features // scheme.group if scheme.group else 1
+        self.growth = nn.Parameter(torch.zeros(out_features, groups, device=device))
+        self.register_buffer("begun_scale", torch.ones(out_features, groups, device=device))
+        if scheme.offsets:
+            self.shift = nn.Parameter(torch.zeros(out_features, groups, device=device))
+            self.register_buffer("begun_offset", torch.zeros(out_features, groups, device=device))
 
-    def scale(self) -> Tensor:
-        """(out_features, 1) float32."""
-        return (self.log_scale * SCALE_RATE).exp()[:, None]
+    @property
+    def stored_type(self) -> torch.dtype:
+        """What scales and offsets are stored in."""
+        if self.scheme.bits == 8:
+            return torch.float32
+        return torch.float16 if self.scheme.offsets else torch.bfloat16
 
-    def float_weight(self) -> Tensor:
-        """(out_features, in_features): what `forward` rounds."""
-        return self.weight * (self.begun_scale / UNIT)
+    def grid(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and offsets, (out_features, groups) float32, of values that can be stored; gradients pass as if they
+        were not rounded to these."""
+        scale_NG = self.begun_scale * (self.growth * SCALE_RATE).exp()
+        if not self.scheme.offsets:
+            return self._storable(scale_NG), None
+        offset_NG = self.begun_offset + self.shift * OFFSET_RATE * self.begun_scale
+        return self._storable(scale_NG.clamp(min=LEAST_SCALE)), self._storable(offset_NG)
+
+    def _storable(self, x: Tensor) -> Tensor:
+        return x + (x.detach().to(self.stored_type).to(torch.float32) - x.detach())
+
+    def rounded_weight(self) -> Tensor:
+        """(out_features, in_features) float32: what `forward` multiplies with."""
+        scale_NG, offset_NG = self.grid()
+        middle_NG1 = None if offset_NG is None else (offset_NG + OFFSET * scale_NG)[..., None]
+        share_NGB = self.weight.unflatten(1, (scale_NG.shape[1], -1))
+        weight_NGB: Tensor = _Weight.apply(share_NGB, scale_NG[..., None], middle_NG1, self.values)  # pyright: ignore[reportAssignmentType]
+        return weight_NGB.flatten(1)
 
     @torch.no_grad()
-    def begin(self, weight_NK: Tensor, quantized: QuantizedWeight) -> None:
-        """Take the float weights as far as they round to the integers of `quantized`, and its scales."""
-        self.begun_scale.copy_(quantized.scale_N1)
-        self.log_scale.copy_(quantized.scale_N1[:, 0].log() / SCALE_RATE)
-        apart_NK = weight_NK / quantized.scale_N1 - quantized.weight_NK
-        near_NK = quantized.weight_NK + apart_NK.clamp(-INSIDE, INSIDE)
-        self.weight.copy_(near_NK.clamp(-LARGEST, LARGEST) * UNIT)
+    def begin(self, weight_NK: Tensor, stored: Stored) -> None:
+        """Take the float weights as far as they round to the integers of `stored`, and its grid."""
+        offset_NG = None
+        if isinstance(stored, QuantizedWeight):
+            scale_NG = stored.scale_N1
+        else:
+            scale_NG, offset_NG = stored.scale_NG, stored.offset_NG
+        self.begun_scale.copy_(scale_NG)
+        self.growth.zero_()
+        apart_NGB = weight_NK.unflatten(1, (scale_NG.shape[1], -1))
+        if offset_NG is not None:
+            self.begun_offset.copy_(offset_NG)
+            self.shift.zero_()
+            apart_NGB = apart_NGB - (self.begun_offset + OFFSET * self.begun_scale)[..., None]
+        steps_NK = (apart_NGB / self.begun_scale[..., None]).flatten(1)
+        apart_NK = steps_NK - stored.weight_NK
+        near_NK = stored.weight_NK + torch.where(apart_NK.abs() < INSIDE, apart_NK, 0)
+        self.weight.copy_(near_NK.clamp(self.values.low + EDGE, self.values.high - EDGE) * UNIT)
 
     @torch.no_grad()
-    def quantized(self) -> QuantizedWeight:
-        """The integers and scales whose products `forward` multiplies with."""
-        scale_N1 = self.scale()
-        return QuantizedWeight(INT8_WEIGHT.store(self.float_weight() / scale_N1).to(torch.int8), scale_N1)
+    def quantized(self) -> Stored:
+        """The integers and the grid whose products `forward` multiplies with."""
+        integers_NK = self.values.store(self.weight / UNIT).to(torch.int8)
+        scale_NG, offset_NG = self.grid()
+        if self.scheme.bits == 8:
+            return QuantizedWeight(integers_NK, scale_NG)
+        stored_NG = None if offset_NG is None else offset_NG.to(self.stored_type)
+        return GroupedWeight(integers_NK, scale_NG.to(self.stored_type), stored_NG)
 
     def forward(self, input: Tensor) -> Tensor:
-        scale_N1 = self.scale()
-        weight_NK = fake_quantize(self.float_weight(), scale_N1, torch.zeros_like(scale_N1), INT8_WEIGHT)
-        rounded = (_Above if self.zero_points else _PerToken).apply(input)
-        return F.linear(rounded, weight_NK, self.bias)  # pyright: ignore[reportArgumentType]
+        rounded: Tensor = _Activation.apply(input, self.scheme)  # pyright: ignore[reportAssignmentType]
+        return F.linear(rounded, self.rounded_weight(), self.bias)
 
 
-def apply_fake_int8(model: nn.Module, names: Iterable[str], above: Callable[[str], bool] = lambda name: False) -> None:
-    """Replace the linear layers `names` of `model`; their weights mean nothing until `begin`.
+def apply_rounding(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+    """Replace the linear layers `schemes` of `model`; their weights mean nothing until `begin`.
 
     Args:
-        above: whether the activations of a layer have a zero point a token.
+        schemes: module name → how it is rounded.
     """
-    for name in names:
+    for name, scheme in schemes.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear), name
-        replacement = FakeInt8Linear(
-            layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device, above(name)
+        replacement = RoundedLinear(
+            layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device, scheme
         )
         if layer.bias is not None:
             replacement.bias = layer.bias
         model.set_submodule(name, replacement)
 
 
-def fake_int8_layers(model: nn.Module) -> dict[str, FakeInt8Linear]:
-    """The layers that `apply_fake_int8` made, by name."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, FakeInt8Linear)}
+def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
+    """The layers that `apply_rounding` made, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, RoundedLinear)}
 
 
-def begin_all(model: nn.Module, floating: nn.Module, stored: Callable[[str], Tensor]) -> None:
-    """Give `model` the weights of `floating`, and its quantized layers the integers of an artifact.
+def begin_all(model: nn.Module, floating: nn.Module, tensor: Callable[[str], Tensor]) -> None:
+    """Give `model` the weights of `floating`, and its rounded layers the integers of an artifact.
 
     Args:
-        floating: the same network without `apply_fake_int8`.
-        stored: tensor name → tensor of the artifact.
+        floating: the same network without `apply_rounding`.
+        tensor: tensor name → tensor of the artifact.
     """
-    layers = fake_int8_layers(model)
+    layers = rounded_layers(model)
     unknown = model.load_state_dict(floating.state_dict(), strict=False).unexpected_keys
     assert not unknown, unknown
     for name, layer in layers.items():
-        quantized = QuantizedWeight(stored(f"{name}.weight"), stored(f"{name}.weight_scale"))
-        layer.begin(floating.get_parameter(f"{name}.weight").detach(), quantized)
+        layer.begin(floating.get_parameter(f"{name}.weight").detach(), _stored(name, layer.scheme, tensor))
+
+
+def _stored(name: str, scheme: Scheme, tensor: Callable[[str], Tensor]) -> Stored:
+    scale = tensor(f"{name}.weight_scale")
+    if scheme.bits == 8:
+        return QuantizedWeight(tensor(f"{name}.weight"), scale)
+    offset_NG = tensor(f"{name}.weight_offset") if scheme.offsets else None
+    return GroupedWeight(unpack_int4(tensor(f"{name}.weight_packed")), scale, offset_NG)

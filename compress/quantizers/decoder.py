@@ -1,7 +1,7 @@
-"""A decoder becomes an INT8 artifact, calibrated, and trained to answer as its original if it is told to.
+"""A decoder becomes an artifact of integers, calibrated, and trained to answer as its original if it is told to.
 
 Both ways begin with transforms, calibration and rounding, layer by layer. With steps > 0 the network then learns on
-train's loop with every quantized layer rounded as the INT8 runtime rounds it, from the logits of the model that the run
+train's loop with every quantized layer rounded as the runtime rounds it, from the logits of the model that the run
 begins with, or of another teacher.
 """
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from penjing.compress.decoder.artifact import make_weights
 from penjing.compress.decoder.check import check_settings, int8_needs, linear_modules
 from penjing.compress.decoder.head import DTYPES
+from penjing.compress.decoder.layer import quantized_tensors
 from penjing.compress.decoder.parity import measure
-from penjing.compress.decoder.qat import apply_fake_int8, begin_all, fake_int8_layers
+from penjing.compress.decoder.qat import apply_rounding, begin_all, rounded_layers
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import EMBEDDING
+from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.distill.task import WrappedTask
@@ -35,7 +37,6 @@ from penjing.compress.distill.training import (
 )
 from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS, kept_by_budget
 from penjing.compress.samples.data import DataSettings, check_window, token_samples
-from penjing.core.artifact.decoder import quantization_config
 from penjing.core.artifact.lora import ORIGINALS, base_hash
 from penjing.core.artifact.parity import write_parity
 from penjing.core.artifact.transform import FILE
@@ -46,6 +47,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
+from penjing.core.runtime.schemes import has_int8_embedding, quantized_modules
 from penjing.core.work import Places, StepRecord, Tasks, link_or_copy
 from penjing.train.families.base import Task
 from penjing.train.recipe.recipe import RunRecipe
@@ -80,12 +82,14 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
 
     Raises:
         ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
-            fit, no text to train on, training in 4 bits or with one tensor for embedding and LM head.
+            fit, no text to train on, training with scales or offsets that are whole numbers, or with one tensor for
+            embedding and LM head.
     """
-    if step.steps and step.weights_bits == 4:
-        raise ConfigError("training is in 8 bits: with weights_bits=4 take steps=0, which calibrates")
-    if step.steps and step.embedding_dtype == "int8":
-        raise ConfigError('training keeps a floating embedding: with embedding_dtype="int8" take steps=0')
+    if step.steps and (step.scales == "whole" or step.offsets == "whole"):
+        raise ConfigError(
+            'training moves scales and offsets of groups, which stay no whole numbers: take scales="float" and '
+            "offsets=true or false, or steps=0"
+        )
     config = open_checkpoint(source).config
     turned = step.transform.rotate or step.transform.smooth_norm > 0
     if step.steps and config.tie_word_embeddings and step.lm_head == "int8" and not turned:
@@ -127,7 +131,7 @@ def quantize(
         model: what the run began with, which is learnt from unless the step names a teacher.
         seen: windows of tokens that calibrate beside the text, and the rows of images that tokens beyond the vocabulary
             point into; (windows, tokens) int64 and (rows, hidden) float32.
-        learn: trains in INT8 where the step says so; None: as text teaches a decoder.
+        learn: trains it rounded where the step says so; None: as text teaches a decoder.
 
     Returns:
         What it decided and measured, JSON-ready.
@@ -150,7 +154,7 @@ def quantize(
 
         def wrap(task: Task, run: RunRecipe) -> Task:
             learning = taught(task, run, TRAINING, floating, teacher, step, step.distill, step.temperature)
-            return Int8Task(learning, floating, calibrated, settings)
+            return RoundedTask(learning, RoundedDecoder(floating, calibrated, settings))
 
         names = {"student": floating, "calibrated": calibrated, "teacher": teacher} | writer_of(step, teacher)
         return train_checkpoint(floating, partial, step, TRAINING, data, scratch, progress, wrap, names)
@@ -161,13 +165,16 @@ def quantize(
                 _take(path, partial / path.relative_to(calibrated))
         created_by = read_manifest(calibrated).created_by
     else:
-        floats = Int8Settings(
-            transform=step.transform,
-            lm_head="keep",
-            embedding_dtype="float32",
-            keep=("*",),
-            zero_points=step.zero_points,  # they choose scales and signs
-            rounding="nearest",
+        # What it rounds to chooses smoothing scales and signs.
+        floats = settings.model_copy(
+            update={
+                "lm_head": "keep",
+                "embedding_dtype": "float32",
+                "keep": ("*",),
+                "keep_dtype": "float32",
+                "kv_cache": "none",
+                "rounding": "nearest",
+            }
         )
         floating, _ = make_weights(source, floats, windows_WT, _tasks(scratch / "floating"), progress, rows_RE)
         facts["training"] = (learn or text_teaches)(floating, calibrated, settings)
@@ -251,24 +258,24 @@ def _tasks(path: Path) -> Tasks:
     return Tasks(path)
 
 
-class Int8Task(WrappedTask):
+class RoundedTask(WrappedTask):
     """`task`, a decoder's, learnt with rounded weights and activations; its export is an artifact without records.
 
     train's own evaluation multiplies with the LM head in floating point; the pipeline's runs the artifact.
 
     Args:
-        floating: the transformed checkpoint that the network begins with.
-        calibrated: the artifact made of it, whose integers and scales training begins with.
+        decoder: whose transformed and calibrated forms training begins with.
     """
 
-    def __init__(self, task: Task, floating: Path, calibrated: Path, quantize: Int8Settings) -> None:
+    def __init__(self, task: Task, decoder: RoundedDecoder) -> None:
         super().__init__(task)
-        self._decoder = RoundedDecoder(floating, calibrated, quantize)
+        self._decoder = decoder
 
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = super().build_model()
-        apply_fake_int8(model, self._decoder.names, self._decoder.settings.above)
+        apply_rounding(model, self._decoder.schemes)
+        self._decoder.freeze(model)
         return model
 
     def initialize(self, model: nn.Module) -> None:
@@ -276,6 +283,7 @@ class Int8Task(WrappedTask):
         plain = super().build_model()
         super().initialize(plain)
         begin_all(model, plain, self._decoder.stored)
+        self._decoder.begin_table(model)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
@@ -285,17 +293,35 @@ class Int8Task(WrappedTask):
 
 
 class RoundedDecoder:
-    """What training in INT8 knows of a decoder: where it begins, which layers are rounded, and how it is written.
+    """What training knows of a decoder that is rounded: where it begins, how its layers are rounded, and how it is
+    written.
 
     Args:
         floating, calibrated, settings: see `Learn`.
+
+    Attributes:
+        schemes: the linear layers that are rounded → how.
     """
 
     def __init__(self, floating: Path, calibrated: Path, settings: Int8Settings) -> None:
-        self.floating, self.calibrated, self.settings = floating, calibrated, settings
-        config = open_checkpoint(floating).config
-        self._kept = [name for name in linear_modules(config) if settings.keeps(name)]
-        self.names = [name for name in linear_modules(config) if not settings.keeps(name)]
+        self.floating, self.calibrated, self._settings = floating, calibrated, settings
+        artifact = open_checkpoint(calibrated)
+        assert artifact.quantization is not None, "it was calibrated"
+        self._quantization = artifact.quantization
+        self.schemes = quantized_modules(self._quantization, linear_modules(artifact.config))
+        self._int8_table = has_int8_embedding(self._quantization)
+
+    def freeze(self, decoder: nn.Module) -> None:
+        """Take what does not learn out of training: an embedding in INT8, which stays as it was calibrated."""
+        if self._int8_table:
+            decoder.get_parameter(EMBEDDING).requires_grad_(False)
+
+    @torch.no_grad()
+    def begin_table(self, decoder: nn.Module) -> None:
+        """Give `decoder` the embedding that was calibrated, where that is in INT8."""
+        if self._int8_table:
+            table = QuantizedWeight(self.stored(EMBEDDING), self.stored(f"{EMBEDDING}_scale"))
+            decoder.get_parameter(EMBEDDING).copy_(table.dequantize())
 
     def stored(self, name: str) -> Tensor:
         """The calibrated tensor `name`."""
@@ -303,27 +329,25 @@ class RoundedDecoder:
 
     def save(self, folder: Path, model: Decoder) -> None:
         """Write the artifact of `model`, whose linear layers were replaced, without a manifest."""
-        above = [name for name in self.names if self.settings.above(name)]
-        kv_scales = self.settings.kv_cache == "int8"
-        extra = {"quantization_config": quantization_config(self._kept, kv_scales=kv_scales, above=above)}
+        extra = {"quantization_config": self._quantization}
         save_checkpoint(folder, model.config, self._tensors(model), tokenizer_from=self.floating, extra_config=extra)
 
     def _tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
-        layers, parameters = fake_int8_layers(model), dict(model.named_parameters())
+        layers, parameters, settings = rounded_layers(model), dict(model.named_parameters()), self._settings
         for name in tensor_shapes(model.config):
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module in layers:
-                quantized = layers[module].quantized()
-                yield name, quantized.weight_NK.cpu()
-                yield f"{name}_scale", quantized.scale_N1.cpu()
+                for stored, tensor in quantized_tensors(module, layers[module].quantized()).items():
+                    yield stored, tensor.cpu()
+            elif name == EMBEDDING and self._int8_table:
+                yield from ((each, self.stored(each)) for each in (name, f"{name}_scale"))
             else:
                 half = name == EMBEDDING or name == "lm_head.weight"
-                kept = self.settings.keep_dtype if module in self._kept else "float32"
-                dtype = DTYPES[self.settings.embedding_dtype if half else kept]
+                kept = settings.keep_dtype if settings.keeps(module) else "float32"
+                dtype = DTYPES[settings.embedding_dtype if half else kept]
                 yield name, parameters[name].detach().to("cpu", dtype)
-        if self.settings.kv_cache == "int8":  # as calibrated: training moves keys and values little
-            calibrated = open_checkpoint(self.calibrated)
+        if settings.kv_cache == "int8":  # as calibrated: training moves keys and values little
             for layer in range(model.config.num_hidden_layers):
                 for scale in ("k_scale", "v_scale"):
                     name = f"model.layers.{layer}.self_attn.{scale}"
-                    yield name, calibrated.get(name)
+                    yield name, self.stored(name)

@@ -1,5 +1,5 @@
-"""A decoder that sees learns in INT8: its decoder, its vision transformer and its projection with the rounding of the
-runtime, from conversations about images and from whoever answers them in floating point."""
+"""A decoder that sees learns while it is rounded: its decoder, its vision transformer and its projection with the
+rounding of the runtime, from conversations about images and from whoever answers them in floating point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.decoder.qat import apply_fake_int8, begin_all, fake_int8_layers
+from penjing.compress.decoder.qat import apply_rounding, begin_all, rounded_layers
+from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.distill.task import WrappedTask
 from penjing.compress.quantizers.decoder import RoundedDecoder
 from penjing.compress.sight.rounding import RoundedSight
@@ -17,6 +18,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.sight import save_sight
 from penjing.core.manifest import write_manifest
 from penjing.core.runtime.quantized import Int8Linear
+from penjing.core.runtime.schemes import INT8, INT8_ABOVE
 from penjing.core.vision.sight import Sight, is_above
 from penjing.core.vision.vision_language import VisionLanguage
 from penjing.train.families.base import Task
@@ -24,7 +26,7 @@ from penjing.train.families.base import Task
 DECODER = "decoder."
 
 
-class SightInt8Task(WrappedTask):
+class RoundedSightTask(WrappedTask):
     """`task`, of a decoder that sees, learnt with rounded weights and activations; its export is an artifact without
     records.
 
@@ -45,7 +47,9 @@ class SightInt8Task(WrappedTask):
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = self._plain()
-        apply_fake_int8(model, [*(DECODER + name for name in self._decoder.names), *self._seeing], self._above)
+        schemes = {DECODER + name: scheme for name, scheme in self._decoder.schemes.items()}
+        apply_rounding(model, schemes | {name: INT8_ABOVE if is_above(name) else INT8 for name in self._seeing})
+        self._decoder.freeze(model.decoder)
         return model
 
     @torch.no_grad()
@@ -60,6 +64,7 @@ class SightInt8Task(WrappedTask):
             state = self._eyes.sight.state_dict() | biases | self._eyes.floating
         Sight.of(plain).load_state_dict(state)
         begin_all(model, plain, self._stored)
+        self._decoder.begin_table(model.get_submodule("decoder"))
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
@@ -67,8 +72,9 @@ class SightInt8Task(WrappedTask):
         self._decoder.save(folder, model.decoder)
         integers = dict[str, Tensor]()
         sight = Sight.of(model.cpu())
-        for name, layer in fake_int8_layers(sight).items():
+        for name, layer in rounded_layers(sight).items():
             quantized, bias_N = layer.quantized(), None if layer.bias is None else layer.bias.detach()
+            assert isinstance(quantized, QuantizedWeight)
             integers |= {f"{name}.weight": quantized.weight_NK, f"{name}.weight_scale": quantized.scale_N1}
             if bias_N is not None:
                 integers[f"{name}.bias"] = bias_N
@@ -81,11 +87,6 @@ class SightInt8Task(WrappedTask):
         assert isinstance(model, VisionLanguage)
         config = open_checkpoint(self._decoder.floating).config  # rotated, it may have a head of its own
         return VisionLanguage(model.config.model_copy(update={"decoder": config}))
-
-    def _above(self, name: str) -> bool:
-        if name.startswith(DECODER):
-            return self._decoder.settings.above(name.removeprefix(DECODER))
-        return is_above(name)
 
     def _stored(self, name: str) -> Tensor:
         if name.startswith(DECODER):

@@ -18,7 +18,7 @@ from penjing.compress.distill.seeing import TRAINING, hidden_weights, learning_f
 from penjing.compress.distill.training import train_checkpoint
 from penjing.compress.quantizers import decoder
 from penjing.compress.quantizers.decoder import RoundedDecoder
-from penjing.compress.quantizers.sight_training import SightInt8Task
+from penjing.compress.quantizers.sight_training import RoundedSightTask
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.sight.network import load_seeing
 from penjing.compress.sight.parity import measure_sight
@@ -98,7 +98,7 @@ def quantize(
 
         def wrap(task: Task, run: RunRecipe) -> Task:
             learning = learning_from(task, run, places.source, teacher, step.distill, step.temperature)
-            return SightInt8Task(learning, begun, turned, eyes)
+            return RoundedSightTask(learning, begun, turned, eyes)
 
         names = {"student": places.source, "calibrated": calibrated, "teacher": teacher}
         paths = places.source, places.partial

@@ -19,7 +19,7 @@ SMALLEST_SCALE = 2.0**-60  # products of two scales stay normal float32 numbers
 # Of a range of zeros alone. A bias behind it is stored in steps of the product of two scales: with a scale of 1 it was
 # off by 22 steps of its layer's result in a network whose last norm of each block is zero, as before training.
 DEAD_SCALE = 2.0**-20
-FormatName = Literal["int8", "int7", "uint8", "fp8"]
+FormatName = Literal["int8", "int7", "int4", "uint8", "fp8"]
 
 
 class NumberFormat(Protocol):
@@ -111,6 +111,7 @@ INT8_WEIGHT = SignedInteger("int8", -127.0, 127.0)
 INT8_ACTIVATION = SignedInteger("int8", -128.0, 127.0)
 # On x64 without VNNI two products u8 × s8 are added in 16 bits, which saturate beyond ±64: 2 × 255 × 63 < 2^15.
 INT7_WEIGHT = SignedInteger("int7", -63.0, 63.0)
+INT4_WEIGHT = SignedInteger("int4", -8.0, 7.0)  # of a decoder's groups
 UINT8 = UnsignedInteger()
 FP8 = Float8()
 

@@ -271,7 +271,6 @@ def test_onnx_is_refused_by_name(artifact: Path, tmp_path: Path) -> None:
         (["steps.0.weights_bits=8", "steps.0.keep_int8=['*']"], "keep_int8 says what stays"),
         (["steps.0.weights_bits=8", "steps.0.offsets=true"], "offsets are of groups of 4-bit weights"),
         (["steps.0.weights_bits=8", "steps.0.activations_bits=16"], "activations_bits=16 is of layers of 4-bit"),
-        (["steps.0.steps=4"], "training is in 8 bits"),
         (["steps.0.weights_bits=3"], "weights_bits"),
         (["steps.0.effective_bits=9", "steps.0.sensitivity=x"], "effective_bits is a budget above 8 bits"),
     ],
