@@ -36,7 +36,7 @@ from penjing.core.runtime.quantized import Int4Linear
 from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.kernels.int4_linear import pack_int4, unpack_int4
 from penjing.train.loop import InterruptedRunError
-from tests.compress.decoder.test_qat import learn, successors, taught, write  # noqa: F401  fixtures
+from tests.compress.decoder.language import learn, successors
 
 AROUND, OFFSETS = Scheme(4, 32), Scheme(4, 32, offsets=True)
 SCHEMES = [AROUND, OFFSETS, Scheme(4, 64, activation_bits=16), Scheme(4, 32, offsets=True, activation_bits=16)]
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_the_integers_and_of_the_grid(scheme: Scheme) -> 
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:2])
-def test_training_beats_the_calibrated_start_on_what_it_never_saw(scheme: Scheme, taught: Any) -> None:  # noqa: F811
+def test_training_beats_the_calibrated_start_on_what_it_never_saw(scheme: Scheme, taught: Any) -> None:
     """Nats a token from the floating network's answers."""
     stored: dict[str, Tensor] = {}
     schemes: dict[str, Scheme] = {}
@@ -179,7 +179,7 @@ def losses(out: Path) -> dict[str, Any]:
 def test_a_step_trains_an_artifact_with_its_gate_and_its_table(
     more: list[str],
     write: Any,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun: dict[str, dict[str, Tensor]] = {}
     original = RoundedTask.initialize
@@ -207,7 +207,7 @@ def test_a_step_trains_an_artifact_with_its_gate_and_its_table(
     assert (ours - fake_quantized_logits(folder, ids)).abs().median() < 1e-4
 
 
-def test_other_programs_read_what_was_trained(write: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_other_programs_read_what_was_trained(write: Any, tmp_path: Path) -> None:
     out = run_recipe(write("int4", 4), [*FOUR, "steps.0.offsets=false"])
     export_artifact(out, "compressed-tensors", tmp_path / "exported", force=False, progress=Silent())
     record = json.loads((tmp_path / "exported/export.json").read_text())
@@ -215,7 +215,7 @@ def test_other_programs_read_what_was_trained(write: Any, tmp_path: Path) -> Non
     assert 0 < record["differences"][0]["mean"] < record["bound"]["value"]
 
 
-def test_a_killed_training_goes_on_to_the_same_artifact(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_killed_training_goes_on_to_the_same_artifact(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_recipe(write("whole", 8), FOUR)
     recipe, original = write("killed", 8), RoundedTask.after_update
 
@@ -240,6 +240,6 @@ def test_a_killed_training_goes_on_to_the_same_artifact(write: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("more", [["steps.0.offsets=whole"], ["steps.0.offsets=false", "steps.0.scales=whole"]])
-def test_whole_scales_and_offsets_are_refused(more: list[str], write: Any) -> None:  # noqa: F811
+def test_whole_scales_and_offsets_are_refused(more: list[str], write: Any) -> None:
     with pytest.raises(ConfigError, match="training moves scales and offsets"):
         run_recipe(write("refused", 4), [*FOUR, *more])

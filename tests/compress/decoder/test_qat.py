@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,56 +26,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.runtime.quantized import Int8Linear
 from penjing.core.runtime.schemes import INT8, INT8_ABOVE
 from tests.compress.conftest import write_recipe
-
-RECIPE = """
-model = "{model}"
-output = "{output}"
-[evaluate]
-prose_tokens = 128
-code_tokens = 64
-window = 64
-resamples = 100
-[data]
-tokens = 256
-window = 64
-[measure]
-rounds = 1
-seconds = 0
-prefill_tokens = 8
-[guard]
-perplexity_ratio = 2.0
-[[steps]]
-kind = "quantize"
-steps = {steps}
-batch_size = 8
-sequence_length = 16
-held_out = 0.2
-sources = ["{texts}"]
-device = "cpu"
-evaluation_samples = 0
-checkpoint_every = 4
-learning_rate = {{ peak = 3e-5 }}
-optimizer = {{ weight_decay = 0.0 }}
-"""
-
-
-@pytest.fixture
-def write(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from pydoc_data.topics import topics
-
-    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in sorted(topics)[:6]:
-        (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
-
-    def make(name: str, steps: int, more: str = "") -> Path:
-        path = tmp_path / f"{name}.toml"
-        values = {"model": tiny_checkpoint, "output": tmp_path / name, "steps": steps, "texts": texts}
-        path.write_text(RECIPE.format(**values) + more)
-        return path
-
-    return make
+from tests.compress.decoder.language import learn, successors
 
 
 def layer(seed: int = 0) -> RoundedLinear:
@@ -176,33 +126,6 @@ def test_a_scale_s_gradient_is_a_finite_difference() -> None:
             moved.append(losses())
     assert made.growth.grad is not None
     torch.testing.assert_close(made.growth.grad[:, 0], (moved[0] - moved[1]) / 2e-3, rtol=1e-3, atol=1e-2)
-
-
-def successors(count: int, seed: int) -> torch.Tensor:
-    """(count, 33) tokens of a language in which each token has four successors."""
-    follows = torch.randint(3, 320, (320, 4), generator=torch.Generator().manual_seed(7))
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(3, 320, (count,), generator=generator)]
-    while len(tokens) < 33:
-        tokens.append(follows[tokens[-1], torch.randint(0, 4, (count,), generator=generator)])
-    return torch.stack(tokens, 1)
-
-
-def learn(model: torch.nn.Module, steps: int, rate: float, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
-        optimizer.zero_grad()
-        loss(successors(16, step)).backward()
-        optimizer.step()
-
-
-@pytest.fixture(scope="module")
-def taught(tiny_checkpoint: Path) -> torch.nn.Module:
-    """A decoder that has begun to learn the language."""
-    model = load_model(tiny_checkpoint).model.requires_grad_(True)
-    learn(model, 60, 5e-3, lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
-    return model.requires_grad_(False)
 
 
 @pytest.mark.parametrize(("bits", "rate", "share"), [(8, 5e-5, 0.9), (3, 1e-4, 0.4)])
