@@ -2,9 +2,12 @@
 
 Weights are rounded to 8 bits with a scale a row, or to 4 bits with a grid for each group of inputs, and activations as
 the runtime rounds them; gradients pass as if nothing was rounded. A weight is learnt in steps of the grid that it began
-with, and the grid beside it: what a grid is changed by moves all its weights, whose integers stay. Scales are learnt in
-the logarithm (https://arxiv.org/abs/1903.08066): they stay positive, and a step of an optimiser changes large and small
-ones alike.
+with, and the grid beside it. Scales are learnt in the logarithm (https://arxiv.org/abs/1903.08066): they stay positive,
+and a step of an optimiser changes large and small ones alike.
+
+The scale of a row of 8 bits is learnt by LSQ's gradient (https://arxiv.org/abs/1902.08153): where it changes, its
+weights stay and are rounded anew. The grid of a group of 4 bits moves its weights, whose integers stay: in a short
+training few integers change, and scales and offsets are what can make up for the others.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.kernels.int4_linear import OFFSET, unpack_int4
 from penjing.kernels.quantize import quantize_above, quantize_per_token_torch
 
-UNIT = 0.005  # a usual scale: an update of 1e-5 moves a weight by 0.002 of its scale
+UNITS = {8: 0.005, 4: 0.01}  # by bits: an update of 1e-5 moves a weight by 0.002 or 0.001 of its scale
 SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight of 8 bits by 0.013 of it
 OFFSET_RATE = 80.0  # … and an offset by 8e-4 of its scale: as much as the scale changes what is 8 steps away
 INSIDE = 0.49  # of a scale: how far a weight may begin from the integer that it begins with
@@ -54,11 +57,10 @@ class _Activation(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """(N, G, B) shares of UNIT → integers × scale_NG1 + middle_NG1; a weight that is clipped learns nothing."""
+    """Steps (N, G, B) → integers × scale_NG1 + middle_NG1; a weight that is clipped learns nothing."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, scale: Tensor, middle: Tensor | None, values: NumberFormat) -> Tensor:
-        steps = share / UNIT
+    def forward(ctx: Any, steps: Tensor, scale: Tensor, middle: Tensor | None, values: NumberFormat) -> Tensor:
         inside = (steps >= values.low) & (steps <= values.high)
         integers = values.store(steps)
         ctx.save_for_backward(inside, integers.to(torch.int8), scale)
@@ -72,7 +74,7 @@ class _Weight(torch.autograd.Function):
         inside, integers, scale = ctx.saved_tensors
         to_scale = (gradient * integers).sum(dim=-1, keepdim=True)
         to_middle = gradient.sum(dim=-1, keepdim=True) if ctx.has_middle else None
-        return (gradient * (scale / UNIT)).mul_(inside), to_scale, to_middle, None
+        return (gradient * scale).mul_(inside), to_scale, to_middle, None
 
 
 class RoundedLinear(nn.Linear):
@@ -80,7 +82,8 @@ class RoundedLinear(nn.Linear):
 
     Attributes:
         scheme: how it is rounded; with 4 bits float scales, and offsets or none.
-        weight: (out_features, in_features) weights in steps of their grid from its middle, times UNIT.
+        weight: (out_features, in_features) how many of the steps that it began with each weight is from the middle of
+            its grid, times `unit`.
         growth: (out_features, groups) logarithms of the scales over those that training began with, over SCALE_RATE.
         shift: (out_features, groups), where there are offsets, how far they are from those that training began with,
             over the scales that it began with and OFFSET_RATE.
@@ -101,6 +104,7 @@ class RoundedLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, device)
         assert not scheme.steps, "whole scales do not learn"
         self.scheme, self.values = scheme, INT8_WEIGHT if scheme.bits == 8 else INT4_WEIGHT
+        self.unit = UNITS[scheme.bits]
         groups = in_features // scheme.group if scheme.group else 1
         self.growth = nn.Parameter(torch.zeros(out_features, groups, device=device))
         self.register_buffer("begun_scale", torch.ones(out_features, groups, device=device))
@@ -131,13 +135,24 @@ class RoundedLinear(nn.Linear):
         """(out_features, in_features) float32: what `forward` multiplies with."""
         scale_NG, offset_NG = self.grid()
         middle_NG1 = None if offset_NG is None else (offset_NG + OFFSET * scale_NG)[..., None]
-        share_NGB = self.weight.unflatten(1, (scale_NG.shape[1], -1))
-        weight_NGB: Tensor = _Weight.apply(share_NGB, scale_NG[..., None], middle_NG1, self.values)  # pyright: ignore[reportAssignmentType]
+        weight_NGB: Tensor = _Weight.apply(self._steps(), scale_NG[..., None], middle_NG1, self.values)  # pyright: ignore[reportAssignmentType]
         return weight_NGB.flatten(1)
+
+    def _steps(self) -> Tensor:
+        """(out_features, groups, inputs of a group): what is rounded, in steps."""
+        if self.scheme.bits == 8:
+            unit_NG = self.unit * (self.growth * SCALE_RATE).exp()
+        else:
+            unit_NG = torch.full_like(self.growth, self.unit)
+        return self.weight.unflatten(1, (self.growth.shape[1], -1)) / unit_NG[..., None]
 
     @torch.no_grad()
     def begin(self, weight_NK: Tensor, stored: Stored) -> None:
-        """Take the float weights as far as they round to the integers of `stored`, and its grid."""
+        """Take the float weights as far as they round to the integers of `stored`, and its grid.
+
+        Of 4 bits a weight that would round to another integer begins at that of `stored`. Compensated rounding moves a
+        large share of them; from the edge of their step they would leave it together, in the first updates.
+        """
         offset_NG = None
         if isinstance(stored, QuantizedWeight):
             scale_NG = stored.scale_N1
@@ -152,13 +167,16 @@ class RoundedLinear(nn.Linear):
             apart_NGB = apart_NGB - (self.begun_offset + OFFSET * self.begun_scale)[..., None]
         steps_NK = (apart_NGB / self.begun_scale[..., None]).flatten(1)
         apart_NK = steps_NK - stored.weight_NK
-        near_NK = stored.weight_NK + torch.where(apart_NK.abs() < INSIDE, apart_NK, 0)
-        self.weight.copy_(near_NK.clamp(self.values.low + EDGE, self.values.high - EDGE) * UNIT)
+        if self.scheme.bits == 8:
+            near_NK = stored.weight_NK + apart_NK.clamp(-INSIDE, INSIDE)
+        else:
+            near_NK = stored.weight_NK + torch.where(apart_NK.abs() < INSIDE, apart_NK, 0)
+        self.weight.copy_(near_NK.clamp(self.values.low + EDGE, self.values.high - EDGE) * self.unit)
 
     @torch.no_grad()
     def quantized(self) -> Stored:
         """The integers and the grid whose products `forward` multiplies with."""
-        integers_NK = self.values.store(self.weight / UNIT).to(torch.int8)
+        integers_NK = self.values.store(self._steps()).flatten(1).to(torch.int8)
         scale_NG, offset_NG = self.grid()
         if self.scheme.bits == 8:
             return QuantizedWeight(integers_NK, scale_NG)

@@ -312,9 +312,14 @@ class RoundedDecoder:
         self._int8_table = has_int8_embedding(self._quantization)
 
     def freeze(self, decoder: nn.Module) -> None:
-        """Take what does not learn out of training: an embedding in INT8, which stays as it was calibrated."""
+        """Take out of training what stays as it was calibrated: an embedding in INT8, and layers in 8 bits beside those
+        in 4, whose rounding costs little and whose rates would be others."""
         if self._int8_table:
             decoder.get_parameter(EMBEDDING).requires_grad_(False)
+        if {scheme.bits for scheme in self.schemes.values()} == {4, 8}:
+            for name, scheme in self.schemes.items():
+                if scheme.bits == 8:
+                    decoder.get_submodule(name).requires_grad_(False)
 
     @torch.no_grad()
     def begin_table(self, decoder: nn.Module) -> None:

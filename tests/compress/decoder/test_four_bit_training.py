@@ -22,7 +22,7 @@ from penjing.compress.decoder.int4 import (
 )
 from penjing.compress.decoder.layer import quantized_tensors
 from penjing.compress.decoder.parity import fake_quantized_logits
-from penjing.compress.decoder.qat import UNIT, RoundedLinear, apply_rounding, begin_all, rounded_layers
+from penjing.compress.decoder.qat import RoundedLinear, apply_rounding, begin_all, rounded_layers
 from penjing.compress.decoder.weights import quantize_per_channel
 from penjing.compress.exports import export_artifact
 from penjing.compress.quantizers.decoder import RoundedTask
@@ -100,7 +100,7 @@ def test_a_layer_begins_with_the_integers_it_is_given(scheme: Scheme) -> None:
         given, kept = getattr(stored, name), getattr(found, name)
         assert given is kept is None or (torch.equal(given, kept) and given.dtype == kept.dtype)
     scale = stored.scale_NG.float().repeat_interleave(32, 1)
-    moved = made.weight / UNIT * scale - (weight - (stored.dequantize() - stored.weight_NK * scale))
+    moved = made.weight / made.unit * scale - (weight - (stored.dequantize() - stored.weight_NK * scale))
     assert (moved[:, 1::3].abs() < 1e-5).float().mean() > 0.9  # the others keep their float values
 
 
@@ -130,11 +130,11 @@ def test_gradients_are_those_of_the_integers_and_of_the_grid(scheme: Scheme) -> 
     (made.rounded_weight() * upstream).sum().backward()
     scale = stored.scale_NG.float()
     by_group = upstream.unflatten(1, (4, 32))
-    codes = made.values.store(made.weight / UNIT).unflatten(1, (4, 32))
+    codes = made.values.store(made.weight / made.unit).unflatten(1, (4, 32))
     steps = codes + 8 if scheme.offsets else codes
     assert made.weight.grad is not None
     assert made.growth.grad is not None
-    wanted = upstream * scale.repeat_interleave(32, 1) / UNIT
+    wanted = upstream * scale.repeat_interleave(32, 1) / made.unit
     wanted[0, 0] = 0
     torch.testing.assert_close(made.weight.grad, wanted)
     torch.testing.assert_close(made.growth.grad, (by_group * steps).sum(-1) * scale * 10.0, rtol=1e-4, atol=1e-4)

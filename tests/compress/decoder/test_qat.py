@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder import qat
 from penjing.compress.decoder.parity import fake_quantized_logits
-from penjing.compress.decoder.qat import SCALE_RATE, UNIT, RoundedLinear
+from penjing.compress.decoder.qat import SCALE_RATE, UNITS, RoundedLinear
 from penjing.compress.decoder.weights import quantize_per_channel
 from penjing.compress.rounding.formats import SignedInteger
 from penjing.compress.run import run_recipe
@@ -40,7 +40,7 @@ def layer(seed: int = 0) -> RoundedLinear:
 
 def floats(made: RoundedLinear) -> torch.Tensor:
     """What a layer in 8 bits rounds."""
-    return made.weight.detach() * (made.begun_scale / UNIT)
+    return made.weight.detach() * (made.begun_scale / UNITS[8])
 
 
 def test_a_layer_computes_what_the_runtime_computes_of_its_integers() -> None:
@@ -87,45 +87,70 @@ def test_an_update_moves_small_and_large_rows_by_the_same_share_of_their_scales(
     optimizer.step()
     moved = (floats(made) / made.begun_scale - before).abs()
     inside = before.abs() < 126.9
-    torch.testing.assert_close(moved[inside], torch.full_like(moved[inside], 1e-5 / UNIT), rtol=0.02, atol=0)
+    torch.testing.assert_close(moved[inside], torch.full_like(moved[inside], 1e-5 / UNITS[8]), rtol=0.02, atol=0)
 
 
-def test_gradients_are_those_of_the_integers_and_of_the_scales() -> None:
+def test_gradients_are_those_of_learned_steps() -> None:
     made, x = layer(), torch.randn(6, 24)
     made.weight.data[0, 0] = 1e3  # clipped
     made(x).square().sum().backward()
-    steps = (made.weight / UNIT).detach().clone().requires_grad_()
-    scale = made.begun_scale.clone().requires_grad_()
-    inside = steps.clamp(-127, 127)
-    integers = inside + (inside.round() - inside).detach()
-    rounded = (x / (factor := x.abs().amax(1, keepdim=True) / 127)).round() * factor
-    (rounded @ (integers * scale).t() + made.bias.detach()).square().sum().backward()
+    weight = floats(made).detach().clone().requires_grad_()
+    growth = made.growth.detach().clone().requires_grad_()
+    scale = made.begun_scale * (growth * SCALE_RATE).exp()
+    real = weight / scale
+    real = real.clamp(-127, 127)
+    rounded = real + (real.round() - real).detach()
+    quantized, factor = layer_activation(x)
+    (quantized * factor @ (rounded * scale).t() + made.bias.detach()).square().sum().backward()
     assert made.weight.grad is not None
     assert made.growth.grad is not None
-    assert steps.grad is not None
-    assert scale.grad is not None
+    assert weight.grad is not None
+    assert growth.grad is not None
+    inside = torch.arange(10 * 24).view(10, 24) != 0  # the explicit graph leaks its scale's factor where it clips
     assert made.weight.grad[0, 0] == 0
-    torch.testing.assert_close(made.weight.grad * UNIT, steps.grad, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(made.growth.grad, scale.grad * scale * SCALE_RATE, rtol=1e-3, atol=1e-2)
+    gradient = made.weight.grad * UNITS[8] / made.begun_scale
+    assert torch.allclose(gradient[inside], weight.grad[inside], rtol=1e-3, atol=1e-3)
+    assert torch.allclose(made.growth.grad, growth.grad, rtol=1e-3, atol=1e-2)
 
 
-def test_a_scale_s_gradient_is_a_finite_difference() -> None:
+def layer_activation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.abs().amax(1, keepdim=True) / 127
+    return (x / scale).round(), scale
+
+
+def test_a_scale_s_gradient_is_the_paper_s_and_where_all_is_clipped_a_finite_difference() -> None:
+    """https://arxiv.org/abs/1902.08153, equation 3, in the logarithm: × the scale × SCALE_RATE."""
     made = RoundedLinear(24, 10, bias=False)
     weight = torch.randn(10, 24, generator=torch.Generator().manual_seed(2))
+    weight[0] = weight[0].sign() * (1 + 0.1 * weight[0].abs())
     made.begin(weight, quantize_per_channel(weight))
+    with torch.no_grad():
+        made.growth.sub_(0.4 / SCALE_RATE)  # beyond ±127 steps: the largest weights of each row, and all of row 0
     upstream = torch.randn(24, 10, generator=torch.Generator().manual_seed(3))
 
     def losses() -> torch.Tensor:
         return (made(torch.eye(24)) * upstream).sum(0)  # rows with a single one are rounded exactly
 
     losses().sum().backward()
+    scale = made.grid()[0].detach().double()
+    real = floats(made).detach().double() / scale
+    inside = real.abs() <= 127
+    assert not inside[0].any()
+    assert 0.5 < inside[1:].double().mean() < 0.99
+    by_scale = torch.where(inside, real.round() - real, 127 * real.sign())
+    expected = (upstream.t().double() * by_scale * scale).sum(1, keepdim=True) * SCALE_RATE
+    assert made.growth.grad is not None
+    assert made.weight.grad is not None
+    torch.testing.assert_close(made.growth.grad.double(), expected, rtol=1e-4, atol=1e-5)
+    gradient = made.weight.grad * UNITS[8] / made.begun_scale
+    torch.testing.assert_close(gradient, upstream.t() * inside, rtol=1e-5, atol=1e-6)
     moved = []
     for step in (1e-3, -2e-3):
         with torch.no_grad():
-            made.growth[:, 0] += step
-            moved.append(losses())
-    assert made.growth.grad is not None
-    torch.testing.assert_close(made.growth.grad[:, 0], (moved[0] - moved[1]) / 2e-3, rtol=1e-3, atol=1e-2)
+            made.growth[0] += step
+            moved.append(float(losses()[0]))
+    slope = (moved[0] - moved[1]) / 2e-3  # it is smooth there: nothing changes its integer
+    assert float(made.growth.grad[0]) == pytest.approx(slope, rel=1e-3)
 
 
 @pytest.mark.parametrize(("bits", "rate", "share"), [(8, 5e-5, 0.9), (3, 1e-4, 0.4)])
