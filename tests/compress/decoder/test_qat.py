@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from penjing.compress.decoder import qat
 from penjing.compress.decoder.parity import fake_quantized_logits
 from penjing.compress.decoder.qat import SCALE_RATE, UNITS, RoundedLinear
-from penjing.compress.decoder.weights import quantize_per_channel
+from penjing.compress.decoder.weights import QuantizedWeight, quantize_per_channel
 from penjing.compress.rounding.formats import SignedInteger
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
@@ -38,6 +38,13 @@ def layer(seed: int = 0) -> RoundedLinear:
     return made
 
 
+def integers(made: RoundedLinear) -> QuantizedWeight:
+    """Those of a layer in 8 bits."""
+    found = made.quantized()
+    assert isinstance(found, QuantizedWeight)
+    return found
+
+
 def floats(made: RoundedLinear) -> torch.Tensor:
     """What a layer in 8 bits rounds."""
     return made.weight.detach() * (made.begun_scale / UNITS[8])
@@ -46,7 +53,7 @@ def floats(made: RoundedLinear) -> torch.Tensor:
 def test_a_layer_computes_what_the_runtime_computes_of_its_integers() -> None:
     made, x = layer(), torch.randn(4, 7, 24) * 3
     x[0, 0] = 0
-    quantized = made.quantized()
+    quantized = integers(made)
     runtime = Int8Linear(quantized.weight_NK, quantized.scale_N1, made.bias)
     with torch.no_grad():
         assert torch.allclose(made(x), runtime(x), rtol=1e-5, atol=1e-5)
@@ -57,7 +64,7 @@ def test_with_zero_points_it_computes_what_the_runtime_computes() -> None:
     torch.manual_seed(3)
     made, weight = RoundedLinear(24, 10, bias=False, scheme=INT8_ABOVE), torch.randn(10, 24)
     made.begin(weight, quantize_per_channel(weight))
-    quantized, x = made.quantized(), torch.randn(5, 24).exp().requires_grad_()
+    quantized, x = integers(made), torch.randn(5, 24).exp().requires_grad_()
     y = made(x)
     runtime = Int8Linear(quantized.weight_NK, quantized.scale_N1, zero_points=True)
     assert torch.allclose(y, runtime(x.detach()), rtol=1e-5, atol=1e-4)
