@@ -21,6 +21,7 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
+from penjing.compress.export.onnx_apart import leave_whole, take_apart
 from penjing.compress.export.onnx_fusions import fold_pads, integer_products, keep_apart, own_zeros
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
@@ -77,6 +78,7 @@ def _exported(network: Network) -> ExportedProgram:
         pools = operator_name(node) == "adaptive_avg_pool2d" and list(node.args[1]) == [1, 1]
         if pools and node.args[0].meta["val"].dim() == 4:
             node.target, node.args = AVERAGED, node.args[:1]
+    take_apart(module.graph)
     module.recompile()
     shapes = {
         node.target: {axis: Dim.AUTO for axis, size in enumerate(spec.shape) if isinstance(size, str)}
@@ -84,9 +86,11 @@ def _exported(network: Network) -> ExportedProgram:
     }
     try:
         with torch.no_grad():
-            return torch.export.export(module, network.inputs(), dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module, network.inputs(), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export has no base of its own for what it raises
         raise InputError(f"the network cannot be written as ONNX: {_first_line(error)}") from error
+    leave_whole(program)
+    return program
 
 
 def _translated(program: ExportedProgram) -> ir.Model:
