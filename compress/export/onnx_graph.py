@@ -21,12 +21,12 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
-from penjing.compress.export.onnx_apart import leave_whole, take_apart
 from penjing.compress.export.onnx_fusions import fold_pads, integer_products, keep_apart, own_zeros
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
 from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_bytes
+from penjing.core.graph.apart import leave_whole, take_apart
 from penjing.core.graph.attention import open_attention
 from penjing.core.graph.network import Network, operator_name, propagate
 

@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from penjing.compress.export import onnx_graph
-from penjing.compress.export.onnx_apart import WHOLE, take_apart
 from penjing.compress.export.onnx_graph import export_network
+from penjing.core.graph.apart import WHOLE, take_apart
 from penjing.core.graph.network import Network
 from penjing.core.graph.trace import from_torch
 from penjing.core.runtime.onnx_runtime import open_graph
