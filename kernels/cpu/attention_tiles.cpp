@@ -154,8 +154,8 @@ void Fetcher::next(int64_t blocks, const void** k, const void** v) {
             key_ = rows.key(row);
             value_ = rows.value(row);
             if (call_.pages.k_scale) {
-                __builtin_prefetch(call_.pages.k_scale + row);
-                __builtin_prefetch(call_.pages.v_scale + row);
+                __builtin_prefetch(call_.pages.k_scale + row, 0, 2);
+                __builtin_prefetch(call_.pages.v_scale + row, 0, 2);
             }
         }
         for (int64_t i = 0; i < CHOICE_KEYS; ++i) {
