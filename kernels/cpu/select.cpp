@@ -68,6 +68,7 @@ struct Working {
     const int8_t** summary;  // (blocks + AHEAD) that are scored
     float* score;            // (heads of a group, most blocks)
     float* value;            // (most blocks)
+    uint8_t* marked;         // (blocks of a row, to the end of its last tile) that it reads
 };
 Working carve(float* scratch, const SelectionPlan& plan, size_t* floats) {
     Carver carver(scratch);
@@ -80,6 +81,7 @@ Working carve(float* scratch, const SelectionPlan& plan, size_t* floats) {
     w.summary = carver.take<const int8_t*>(blocks + AHEAD);
     w.score = carver.take<float>(group * blocks);
     w.value = carver.take<float>(blocks);
+    w.marked = carver.take<uint8_t>(blocks + static_cast<size_t>(plan.selection().sink + plan.selection().window) + 4);
     if (floats) *floats = carver.used() / sizeof(float);
     return w;
 }
@@ -115,30 +117,26 @@ void score(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, int6
     }
 }
 
-// Sets the bits of some blocks.
-class Mask {
-public:
-    Mask(uint8_t* bytes, int64_t block) : bytes_(bytes), bits_(block / CHOICE_KEYS) {}
-    void add(int64_t block, bool chosen) {
-        const int64_t bit = block * bits_;  // a block never crosses a tile
-        const int bits = (chosen ? (1 << bits_) - 1 : 0) << bit % BLOCKS_OF_TILE;
-        bytes_[bit / BLOCKS_OF_TILE] = static_cast<uint8_t>(bytes_[bit / BLOCKS_OF_TILE] | bits);
-    }
-
-private:
-    uint8_t* bytes_;
-    int64_t bits_;  // of a block
-};
-
-// The `count` largest values, of equal ones those that come first. Without a branch, since nobody can guess it.
-void add_largest(const Ops& ops, const float* value, int64_t num_values, int64_t count, int64_t first, Mask& mask) {
+// Marks the `count` largest values with 1, the others with 0; of equal ones those that come first are marked. Without a
+// branch for each, since nobody can guess it.
+void mark_largest(const Ops& ops, const float* __restrict value, int64_t num_values, int64_t count,
+                  uint8_t* __restrict marked) {
     const float least = ops.nth_largest(value, num_values, count - 1);
-    int64_t equal = count;
-    for (int64_t i = 0; i < num_values; ++i) equal -= value[i] > least;
-    for (int64_t i = 0; i < num_values; ++i) {
-        const bool same = value[i] == least && equal > 0;
-        equal -= same;
-        mask.add(first + i, value[i] > least || same);
+    int64_t equal = count;  // that are still to be marked
+    for (int64_t i = 0; i < num_values; ++i) marked[i] = value[i] > least;
+    for (int64_t i = 0; i < num_values; ++i) equal -= marked[i];
+    for (int64_t i = 0; equal > 0 && i < num_values; ++i) {
+        if (value[i] == least) marked[i] = 1, --equal;
+    }
+}
+
+// Bits as in AttentionTile::chosen, of blocks that are marked; a block never crosses a tile.
+void write_mask(const uint8_t* marked, int64_t block, int64_t num_tiles, uint8_t* bytes) {
+    const int bits = static_cast<int>(block / CHOICE_KEYS), whole = (1 << bits) - 1;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        int byte = 0;
+        for (int bit = 0; bit < BLOCKS_OF_TILE; bit += bits) byte |= *marked++ * whole << bit;
+        bytes[tile] = static_cast<uint8_t>(byte);
     }
 }
 
@@ -218,13 +216,16 @@ void choose_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pag
         ops.join_scores(w.score, static_cast<int>(group), plan.most_blocks(), count, w.value);
         for (int64_t b = 0; b < count; ++b) w.value[b] = w.value[b] >= 0.0f ? w.value[b] : 0.0f;  // NaN has no order
 
-        uint8_t* bytes = masks + (row.row * heads + head) * plan.tiles();
-        memset(bytes, 0, static_cast<size_t>(plan.tiles()));
-        Mask mask(bytes, selection.block);
-        for (int64_t b = 0; b < first; ++b) mask.add(b, true);
-        for (int64_t b = last; b <= own; ++b) mask.add(b, true);
+        // Blocks behind the row's own stay 0, up to the end of its tile.
+        std::fill_n(w.marked, own + 1 + BLOCKS_OF_TILE, uint8_t{0});
+        std::fill_n(w.marked, first, uint8_t{1});
+        std::fill(w.marked + last, w.marked + own + 1, uint8_t{1});
         const int64_t chosen = selection.budget - selection.sink - selection.window;
-        if (chosen > 0) add_largest(ops, w.value, count, chosen, first, mask);
+        if (chosen > 0) mark_largest(ops, w.value, count, chosen, w.marked + first);
+        uint8_t* bytes = masks + (row.row * heads + head) * plan.tiles();
+        const int64_t tiles = row.position / TILE_KEYS + 1;
+        write_mask(w.marked, selection.block, tiles, bytes);
+        memset(bytes + tiles, 0, static_cast<size_t>(plan.tiles() - tiles));
     }
 }
 
