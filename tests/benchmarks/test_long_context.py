@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
-from run_long_context import CHOOSING, count_rows, engines, share_read
+from run_long_context import CHOOSING, count_rows, engines, main, share_read
 
 from penjing.serve.engine.config import EngineConfig
 from tests.serve.tiny import tiny_config
@@ -33,3 +35,12 @@ def test_what_is_read_is_counted() -> None:
 def test_the_table_has_engines_that_may_be_made() -> None:
     assert engines(False) == [CHOOSING]
     assert {engine.attention_block for engine in engines(True)} == {16, 32, 64}
+
+
+def test_processor_time_is_of_one_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads that wait for each other spin, which would count as work."""
+    monkeypatch.setenv("PENJING_CPU_THREADS", "2")
+    monkeypatch.setattr(sys, "argv", ["run_long_context.py", "--only", "steps", "--clock", "processor"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "OMP_NUM_THREADS=1" in capsys.readouterr().err
