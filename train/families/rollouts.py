@@ -30,6 +30,7 @@ from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
 from penjing.train.families.decoder_task import DecoderTask
+from penjing.train.monitor.sinks import drop_later
 from penjing.train.objective.actor_critic import ProximalPolicy
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.on_policy import OnPolicyDistillation
@@ -86,6 +87,8 @@ class RolloutTuning(DecoderTask):
         self.unit = "tokens" if algorithm.kind != "rloo" and algorithm.aggregate == "token" else "answers"
         self.objective: TaskObjective = _objective(algorithm, data)
         self._learner: Learner | None = None
+        self._step = 0  # of the last update of this process
+        self._begun = 0  # of its first one, until answers are kept
         progress.note(
             f"{len(self._learnt):,} prompts of up to {self._longest} tokens are learnt from, {len(self._held):,} are "
             f"held out; {data.batch_size} × {data.samples} answers a rollout"
@@ -151,7 +154,7 @@ class RolloutTuning(DecoderTask):
             (rewards[place],) = self._rewards(self._held[place], [answer])
             if gold is not None:
                 (golden[place],) = gold(self._held[place], [answer])
-            if world.is_main and place < _KEPT:
+            if world.is_main and place < _KEPT and self._step:  # else the answers of a run that was over are kept
                 reward = rewards[place] if self._rewards.known else None
                 self._keep(self._held[place].text, answer.text, reward, shown=place < _SHOWN)
         first = places[0] if places else None
@@ -179,7 +182,10 @@ class RolloutTuning(DecoderTask):
         if algorithm.teacher is not None:
             teacher = self._other(algorithm.teacher, "algorithm.teacher", world.device)
         self._learner = Learner(model, sampler, reference, teacher)
-        return super().after_update(model, world)
+        return (*super().after_update(model, world), self._updated)
+
+    def _updated(self, step: int) -> None:
+        self._begun, self._step = self._begun if self._step else step, step
 
     def kept_bytes(self, world: World) -> int:
         """See `KeepingTask`: a reference and a teacher, the engine's cache, and its weights where they are not the
@@ -259,10 +265,14 @@ class RolloutTuning(DecoderTask):
 
     def _keep(self, prompt: str, answer: str, reward: float | None, *, shown: bool) -> None:
         path = self._recipe.run_folder / "answers.jsonl"
+        if self._begun:
+            drop_later(path, self._begun - 1)  # what a run that was killed had kept, and which is answered again
+            self._begun = 0
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
-                line = {"prompt": prompt, "answer": answer} | ({} if reward is None else {"reward": reward})
+                line = {"step": self._step, "prompt": prompt, "answer": answer}
+                line |= {} if reward is None else {"reward": reward}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if shown:
             self._progress.note(

@@ -168,9 +168,11 @@ class Alarms:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        return {"num_losses": self._num_losses, "mean": self._mean, "variance": self._variance}
+        losses = {"num_losses": self._num_losses, "mean": self._mean, "variance": self._variance}
+        return losses | {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         self._num_losses = int(state["num_losses"])
         self._mean, self._variance = float(state["mean"]), float(state["variance"])
+        self._in_a_row = {name: int(count) for name, count in state.get("in_a_row", {}).items()}

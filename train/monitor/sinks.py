@@ -26,22 +26,28 @@ class Sink(Protocol):
         ...
 
 
+def drop_later(path: Path, last_step: int) -> None:
+    """Drop from JSON lines those of steps after `last_step`, which a run does again, and one that a killed process was
+    writing. A file that is not there becomes empty."""
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record.get("step", 0) <= last_step:
+                kept.append(line)
+    atomic_write_text(path, "".join(f"{line}\n" for line in kept))
+
+
 class JsonLines:
     """One JSON object a line in `path`, flushed each time. Lines of steps that a resumed run does again are dropped
     first."""
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self.path = path
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # the line that a killed process was writing
-                if record["step"] <= first_step:
-                    kept.append(line)
-        atomic_write_text(path, "".join(f"{line}\n" for line in kept))
+        drop_later(path, first_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
 
     def write(self, record: Record) -> None:

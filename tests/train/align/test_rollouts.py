@@ -104,7 +104,7 @@ def test_the_reward_rises_and_the_engine_follows_the_learner(recipe: Path, tmp_p
     # The engine samples by the weights of this very update, and with the learner's probabilities.
     assert max(record["gap"] for record in steps) < 1e-4
     answers = [json.loads(line) for line in (tmp_path / "out-run/answers.jsonl").read_text().splitlines()]
-    assert {"prompt", "answer", "reward"} == set(answers[0])
+    assert {"step", "prompt", "answer", "reward"} == set(answers[0])
     assert (tmp_path / "out/adapter").exists() == bool(settings)
 
 

@@ -197,6 +197,18 @@ def test_alarms_remember_across_a_checkpoint() -> None:
     assert [alarm.name for alarm in other.on_step(2.0, False)] == ["loss_spike"]
 
 
+def test_records_in_a_row_are_counted_across_a_checkpoint() -> None:
+    alarms, waiting = Alarms(AlarmConfig(patience=3)), {"io_wait": 0.2}
+    assert [alarms.on_record(waiting) for _ in range(2)] == [[], []]
+    other = Alarms(AlarmConfig(patience=3))
+    other.load_state_dict(alarms.state_dict())
+    assert [alarm.name for alarm in other.on_record(waiting)] == ["io_wait"]
+    assert other.on_record(waiting) == []
+    older = alarms.state_dict()
+    del older["in_a_row"]  # a state of before it was kept
+    Alarms(AlarmConfig()).load_state_dict(older)
+
+
 def test_activation_ranges_are_those_of_the_blocks() -> None:
     model = Decoder(tiny_config())
     outputs: list[torch.Tensor] = []
