@@ -91,7 +91,7 @@ def test_a_model_comes_nearer_to_its_teacher(recipe: Path, tmp_path: Path) -> No
     assert max(each["gap"] for each in steps) < 1e-4
     assert not any("reward" in each for each in steps)
     answers = [json.loads(line) for line in (tmp_path / "out-run" / "answers.jsonl").read_text().splitlines()]
-    assert {"prompt", "answer"} == set(answers[0])  # what was not judged has no reward, neither 0
+    assert {"step", "prompt", "answer"} == set(answers[0])  # what was not judged has no reward, neither 0
 
 
 def test_a_model_is_no_way_from_itself(recipe: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
