@@ -13,10 +13,9 @@ inline V load_weight(const void* w, int64_t at, int n) {
     return DTYPE == PJ_BF16 ? v_load_bf16_n(p, n) : v_load_f16_n(p, n);
 }
 
-// How far ahead products of few rows fetch their weights: what the processor fetches by itself begins anew with each of
-// many small matrices.
+// How far ahead low-rank products fetch their weights: what the processor fetches by itself begins anew with each of many
+// small matrices.
 constexpr int64_t AHEAD_BYTES = 4096;
-constexpr int64_t MOST_LOW = 64;  // outputs of a matrix that is small for all its inputs, as A of a low-rank pair
 
 // Asks for `bytes` of memory that will be read, AHEAD_BYTES from `at` on; none there is no error.
 template <int BYTES>
@@ -32,7 +31,7 @@ constexpr int weight_bytes() {
 // MR rows × NR outputs. Each output is W running sums over k, then one fixed tree: no row depends on its neighbours.
 template <int DTYPE, int MR, int NR>
 inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out, int64_t ldo,
-                       bool add, bool fetch) {
+                       bool add, penjing::Ahead next) {
     V sum[MR][NR];
     // Every loop over the tile is unrolled by force: one that is not puts the sums on the stack.
 #pragma GCC unroll 8
@@ -40,12 +39,11 @@ inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int6
 #pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     const int64_t k = linear.k, whole = k - k % W;
-    const char* from = static_cast<const char*>(linear.weight) + n0 * k * weight_bytes<DTYPE>();
     for (int64_t i = 0; i < whole; i += W) {
         V row[MR];
 #pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) row[m] = v_load(x + m * ldx + i);
-        if (fetch) fetch_ahead<NR * W * weight_bytes<DTYPE>()>(from + i * NR * weight_bytes<DTYPE>());
+        for (int line = 0; line < next.lines; ++line, next.at += 64) __builtin_prefetch(next.at, 0, 2);
 #pragma GCC unroll 8
         for (int n = 0; n < NR; ++n) {
             const V weight = load_weight<DTYPE>(linear.weight, (n0 + n) * k + i, W);
@@ -75,31 +73,36 @@ inline void float_tile(const PjLinear& linear, const float* x, int64_t ldx, int6
 
 template <int DTYPE, int NR>
 inline void float_rows(int rows, const PjLinear& linear, const float* x, int64_t ldx, int64_t n0, float* out,
-                       int64_t ldo, bool add, bool fetch) {
+                       int64_t ldo, bool add, penjing::Ahead next) {
     switch (rows) {
-        case 1: return float_tile<DTYPE, 1, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
-        case 2: return float_tile<DTYPE, FLOAT_ROWS < 2 ? 1 : 2, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
-        case 3: return float_tile<DTYPE, FLOAT_ROWS < 3 ? 1 : 3, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
-        case 4: return float_tile<DTYPE, FLOAT_ROWS < 4 ? 1 : 4, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
-        case 5: return float_tile<DTYPE, FLOAT_ROWS < 5 ? 1 : 5, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
-        default: return float_tile<DTYPE, FLOAT_ROWS < 6 ? 1 : 6, NR>(linear, x, ldx, n0, out, ldo, add, fetch);
+        case 1: return float_tile<DTYPE, 1, NR>(linear, x, ldx, n0, out, ldo, add, next);
+        case 2: return float_tile<DTYPE, FLOAT_ROWS < 2 ? 1 : 2, NR>(linear, x, ldx, n0, out, ldo, add, next);
+        case 3: return float_tile<DTYPE, FLOAT_ROWS < 3 ? 1 : 3, NR>(linear, x, ldx, n0, out, ldo, add, next);
+        case 4: return float_tile<DTYPE, FLOAT_ROWS < 4 ? 1 : 4, NR>(linear, x, ldx, n0, out, ldo, add, next);
+        case 5: return float_tile<DTYPE, FLOAT_ROWS < 5 ? 1 : 5, NR>(linear, x, ldx, n0, out, ldo, add, next);
+        default: return float_tile<DTYPE, FLOAT_ROWS < 6 ? 1 : 6, NR>(linear, x, ldx, n0, out, ldo, add, next);
     }
 }
 
 template <int DTYPE>
 inline void float_linear_typed(const PjLinear& linear, const float* x, int64_t ldx, int64_t rows, int64_t n0,
                                int64_t n1, float* out, int64_t ldo, bool add) {
-    const int64_t blocks = (rows + FLOAT_ROWS - 1) / FLOAT_ROWS;
+    constexpr int64_t BYTES = weight_bytes<DTYPE>();
+    const int64_t blocks = (rows + FLOAT_ROWS - 1) / FLOAT_ROWS, steps = linear.k / W;
+    // The weights of the next outputs are fetched meanwhile, an equal part by each block of rows: what the processor fetches
+    // by itself begins anew with each output, and while weights that are there are multiplied again, memory is idle.
+    const int lines = static_cast<int>((FLOAT_COLUMNS * W * BYTES / 64 + blocks - 1) / blocks);
     for (int64_t n = n0; n < n1;) {
         const bool wide = n + FLOAT_COLUMNS <= n1;
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t begin = rows * block / blocks, end = rows * (block + 1) / blocks;
             const int count = static_cast<int>(end - begin);
-            const bool fetch = block == 0 && linear.n <= MOST_LOW;
+            const int8_t* after = static_cast<const int8_t*>(linear.weight) + (n + FLOAT_COLUMNS) * linear.k * BYTES;
+            const penjing::Ahead next{after + block * steps * lines * 64, wide ? lines : 0};
             if (wide)
-                float_rows<DTYPE, FLOAT_COLUMNS>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add, fetch);
+                float_rows<DTYPE, FLOAT_COLUMNS>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add, next);
             else
-                float_rows<DTYPE, 1>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add, fetch);
+                float_rows<DTYPE, 1>(count, linear, x + begin * ldx, ldx, n, out + begin * ldo, ldo, add, next);
         }
         n += wide ? FLOAT_COLUMNS : 1;
     }
