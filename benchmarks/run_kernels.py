@@ -2,6 +2,7 @@
 
     python benchmarks/run_kernels.py --device cpu
     python benchmarks/run_kernels.py --device cpu --model build/smollm2-int8    # decoder steps too
+    python benchmarks/run_kernels.py --device cpu --parts float
     python benchmarks/run_kernels.py --device cuda
 
 Operands are random (zeros run faster) and, where memory is the limit, larger than the last-level cache. Quantization of
@@ -73,6 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run_kernels_gpu.py")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what is measured")
     parser.add_argument("--model", type=Path, help="an artifact whose decoder steps are measured too")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
@@ -86,9 +88,7 @@ def main() -> int:
     torch.set_num_threads(kernels.num_threads)
     say(f"{kernels.isa}, {kernels.num_threads} threads")
     with torch.inference_mode():
-        rows = [*gemv_rows(kernels, arguments.rounds), *gemm_rows(kernels, arguments.rounds)]
-        rows += elementwise_rows(kernels, arguments.rounds)
-        rows += [*decode_rows(kernels, arguments.rounds), *prefill_rows(kernels, arguments.rounds)]
+        rows = [found for part in arguments.parts for found in PARTS[part](kernels, arguments.rounds)]
         if arguments.model is not None:
             rows += step_rows(kernels, arguments.model, arguments.rounds)
     append("kernels_cpu", rows, arguments.results)
@@ -155,6 +155,24 @@ def gemv_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
         limit = min(read, rate[PEER_MM] / (2 * m))
         rows.append(row(f"int8_linear_{m}_rows", rate[str(m)], "GB/s", rounds, READ, read, rate[str(m)] / limit))
     return rows
+
+
+def float_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
+    """Layers in float32 on weights from memory, beside torch's."""
+    k = 2048
+    weight = torch.randn(COLD_BYTES // 4 // k, k)
+    peer, cases = f"torch linear {torch.__version__}", {READ: reading(kernels)}
+    for m in (1, 4, 8, 16, 32, 128):
+        x = torch.randn(m, k)
+        work = 2e-9 * m * weight.numel()
+        cases[str(m)] = Case(lambda x=x: kernels.linear(x, weight), work, 2)
+        cases[f"torch {m}"] = Case(lambda x=x: F.linear(x, weight), work, 2)
+    rate = Rounds(cases, rounds).rate
+    return [
+        row(f"float_linear_{m}_rows", rate[m], "GFLOP/s", rounds, peer, rate[f"torch {m}"])
+        for m in cases
+        if m.isdigit()
+    ]
 
 
 def elementwise_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
@@ -288,6 +306,15 @@ def step_rows(kernels: CpuExtension, folder: Path, rounds: int) -> list[Row]:
         for name, value in rate.items()
     ]
 
+
+PARTS: dict[str, Callable[[CpuExtension, int], list[Row]]] = {
+    "few": gemv_rows,
+    "many": gemm_rows,
+    "float": float_rows,
+    "elementwise": elementwise_rows,
+    "decode": decode_rows,
+    "prefill": prefill_rows,
+}
 
 if __name__ == "__main__":
     sys.exit(guarded(main))
