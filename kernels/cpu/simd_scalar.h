@@ -156,9 +156,10 @@ inline V v_load_f16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_f16(p
 
 #undef PJ_LANES
 
+// Rows may be bytes that start anywhere.
 inline void v_transpose(const float* const* rows, int column, float* out) {
     for (int c = 0; c < W; ++c)
-        for (int r = 0; r < W; ++r) out[c * W + r] = rows[r][column + c];
+        for (int r = 0; r < W; ++r) memcpy(out + c * W + r, rows[r] + column + c, sizeof(float));
 }
 
 }  // namespace
