@@ -93,9 +93,10 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
     config = open_checkpoint(source).config
     turned = step.transform.rotate or step.transform.smooth_norm > 0
     if step.steps and config.tie_word_embeddings and step.lm_head == "int8" and not turned:
+        instead = "" if step.embedding_dtype == "int8" else 'lm_head="keep", or '
         raise ConfigError(
             f"training rounds the LM head apart from the embedding, and {source} has one tensor for both, which "
-            'transform.rotate=true would part: with rotate=false take lm_head="keep", or steps=0'
+            f"transform.rotate=true would part: with rotate=false take {instead}steps=0"
         )
     check_settings(kept_by_budget(step, source), config)
     check_window(source, data)

@@ -160,7 +160,10 @@ def test_damaged_tables_are_refused_by_name(
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [(["steps.0.lm_head=keep"], "embedding_dtype=.int8. needs lm_head"), (["steps.0.steps=4"], "floating embedding")],
+    [
+        (["steps.0.lm_head=keep"], "embedding_dtype=.int8. needs lm_head"),
+        (["steps.0.steps=4", "steps.0.transform.rotate=false"], "one tensor for both, .* rotate=false take steps=0"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused(tied: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
