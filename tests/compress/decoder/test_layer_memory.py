@@ -23,16 +23,17 @@ WIDE = {
 def test_the_peak_of_calibration_is_far_below_the_model(
     make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model = make_tiny_checkpoint(num_hidden_layers=48, **WIDE)
+    model = make_tiny_checkpoint(num_hidden_layers=24, **WIDE)
     model_bytes = (model / "model.safetensors").stat().st_size
     settings = Int8Settings(transform=Transform(search_steps=2))
-    windows_WT = token_samples(model, DataSettings(tokens=256, window=128), Silent()).windows
+    windows_WT = token_samples(model, DataSettings(tokens=128, window=64), Silent()).windows
     with WorkFolder(tmp_path / "int8", "key") as work:
         artifact, records = make_weights(model, settings, windows_WT, work, Silent())
         layers = [record for record in records if record.name.startswith("layer_")]
-        assert len(layers) == 48
+        assert len(layers) == 24
         assert (artifact / "model.safetensors").exists()
         late = max(record.peak_memory_bytes for record in layers[4:])
         early = max(record.peak_memory_bytes for record in layers[:4])
-        assert late < early + 0.1 * model_bytes, (early, late, model_bytes)
-        assert not list(work.path.glob("hidden_04[0-6]*"))  # off-loaded hidden states go once the next are there
+        assert late < early + 0.15 * model_bytes, (early, late, model_bytes)
+        kept = [name for name in range(23) if list(work.path.glob(f"hidden_{name:03d}*"))]
+        assert kept == []  # off-loaded hidden states go once the next are there
