@@ -26,19 +26,25 @@ from penjing.core.progress import Silent
 from penjing.core.work import Tasks
 from tests.compress.conftest import Notes, write_recipe
 
-# Runs `penjing compress` and is killed at the N-th flush to disk; every file the run writes is flushed.
+# Runs `penjing compress` once for each line that it reads, in a child that is killed at the so-and-so-many-th flush to
+# disk, and writes how it ended. Every file the run writes is flushed.
 KILLED = """
 import os, signal, sys
-flush, left = os.fsync, [int(sys.argv[2])]
-def fsync(descriptor):
-    left[0] -= 1
-    if left[0] <= 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    flush(descriptor)
-os.fsync = fsync
 from pathlib import Path
 from penjing.compress.run import run_recipe
-run_recipe(Path(sys.argv[1]))
+flush = os.fsync
+for line in sys.stdin:
+    left = [int(line)]
+    def fsync(descriptor):
+        left[0] -= 1
+        if left[0] <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(descriptor)
+    if (child := os.fork()) == 0:
+        os.fsync = fsync
+        run_recipe(Path(sys.argv[1]))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -49,14 +55,19 @@ def test_a_killed_run_leaves_nothing_under_the_name_and_goes_on(
     flushes = _count_flushes(write_recipe(tmp_path, tiny_checkpoint, tmp_path / "counted"), monkeypatch)
     assert flushes > 20
     recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "out")
-    # The first kill early in the layers, the second while the artifact is published.
-    for left, complete in ((14, False), (flushes - 24, True)):
-        process = subprocess.run([sys.executable, "-c", KILLED, str(recipe), str(left)], check=False)
-        assert process.returncode == -signal.SIGKILL
-        assert not (tmp_path / "out").exists()
-        work = tmp_path / ".out.work"
-        assert bool(list(work.glob("01-quantize-????????????.json"))) == complete
-        assert bool(list(work.glob("01-quantize-*.scratch/int8/layer_000.json"))) != complete
+    command = [sys.executable, "-c", KILLED, str(recipe)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdin is not None
+        assert killed.stdout is not None
+        # The first kill early in the layers, the second while the artifact is published.
+        for left, complete in ((14, False), (flushes - 24, True)):
+            killed.stdin.write(f"{left}\n")
+            killed.stdin.flush()
+            assert killed.stdout.readline() == f"{-signal.SIGKILL}\n"
+            assert not (tmp_path / "out").exists()
+            work = tmp_path / ".out.work"
+            assert bool(list(work.glob("01-quantize-????????????.json"))) == complete
+            assert bool(list(work.glob("01-quantize-*.scratch/int8/layer_000.json"))) != complete
     run_recipe(recipe, progress=notes)
     assert "1 complete steps of an earlier run lie in .out.work; those that fit are kept" in notes.lines
     assert not {"perplexity on held-out text", "compressing layers"} & set(notes.tasks)
