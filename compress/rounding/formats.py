@@ -19,14 +19,14 @@ SMALLEST_SCALE = 2.0**-60  # products of two scales stay normal float32 numbers
 # Of a range of zeros alone. A bias behind it is stored in steps of the product of two scales: with a scale of 1 it was
 # off by 22 steps of its layer's result in a network whose last norm of each block is zero, as before training.
 DEAD_SCALE = 2.0**-20
-FormatName = Literal["int8", "int7", "int4", "uint8", "fp8"]
+FormatName = Literal["int8", "int7", "uint8", "fp8"]  # what recipes name
 
 
 class NumberFormat(Protocol):
     """A grid of values; `zero_point` is 0 wherever a format is symmetric."""
 
     @property
-    def name(self) -> FormatName: ...
+    def name(self) -> FormatName | Literal["int4"]: ...
 
     @property
     def low(self) -> float:
@@ -71,7 +71,7 @@ class _Integers:
 class SignedInteger(_Symmetric, _Integers):
     """Symmetric: scale = largest magnitude / high, zero point 0. With `low` = −high a weight may change its sign."""
 
-    name: FormatName
+    name: FormatName | Literal["int4"]
     low: float
     high: float
 
