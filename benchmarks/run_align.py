@@ -4,19 +4,18 @@
     python benchmarks/run_align.py start sft grpo int8 dpo reward judge ppo    # an hour or two on two cores
     python benchmarks/run_align.py grpo --seeds 3                           # one of them, from three seeds
 
-Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not learnt from, answered by the serving
-engine without chance, or of pairs with such prompts. No figure depends on the speed of the machine. A run that was
-stopped goes on, and one that is complete is kept: delete its folder below --work to train it again.
+Tasks are those of lib/align_tasks.py. Every figure is of prompts that were not learnt from, or of pairs with such
+prompts; none depends on the machine's speed. A complete run is kept: delete its folder below --work to train it again.
 
 - `start` writes the model that `grpo` begins with, which has learnt to answer by a number alone, from six
   steps of larger sums.
 - `sft` is the share of answers that have a form, here JSON of two keys, before and after learning from conversations.
-- `grpo` is the share of right sums before and after. With several seeds the row is their mean, with the lowest and
-  the highest; `of_seed_N` is each.
-- `int8` is the same share of the model of seed 1 in INT8, beside that in 32 bits.
-- `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after; and the share
-  of those where it has become likelier than the other when compared with the model that it began as (`preferred`).
-- `reward` is the share of these pairs whose answer of the form gets the higher score.
+- `grpo` is the share of right sums before and after, and of right ones among 16 sampled answers to each. With several
+  seeds the row is their mean, with the lowest and the highest; `of_seed_N` is each.
+- `int8` is the same shares of the model of seed 1 in INT8, beside those in 32 bits.
+- `dpo` is the share of pairs whose answer of that form is likelier than one of another, before and after; `preferred`
+  of those where it has become likelier when compared with the model that it began as. `reward` is the share of these
+  pairs whose answer of the form gets the higher score.
 - `judge` is the share of pairs of a right and a wrong sum whose right one gets the higher score, by a reward model
   that the model of `start` becomes; the sums are none of those that it learnt from. `near_misses` are those whose wrong
   sum is off by one or two. `chosen_right` is the share of these sums whose right answer scores higher than all others.
@@ -25,9 +24,8 @@ stopped goes on, and one that is complete is kept: delete its folder below --wor
   and by what GRPO makes of it: the likeliest answers, and 16 sampled ones to each sum.
 - `ppo` lets the model of `start` learn by PPO from the reward model of `judge`, which never sees whether an answer is
   right: the learnt reward and the share of right answers (`gold`), among those that are sampled and of held-out sums,
-  over the distance from the model that it began as. That is estimated from the model's own answers, so that of the two
-  updates from the same answers the first counts. `gold_peak` is the highest share of right answers in the mean of three
-  rollouts, `kl_at_gold_peak` the distance there.
+  over the distance from where it began, which of the two updates from the same answers the first tells. `gold_peak` is
+  the highest share of right answers in the mean of three rollouts, `kl_at_gold_peak` the distance there.
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ class Bench:
         values = {
             "steps": TRIED,
             "freeze": HALF,
-            "prompts": self.asked(),
+            "prompts": {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT},
             "data": {"kind": "rollouts", "batch_size": 16, "samples": 2, "max_tokens": LONGEST["sums"]},
             "algorithm": {"kind": "ppo", "updates": 2, "kl": 0.02},
             "reward": {"kind": "model", "folder": str(self.judge()), "gold": "exact"},
@@ -181,10 +179,6 @@ class Bench:
             others.append((second, abs(int(wrong) - int(right)), len(wrong) == len(right)))
         return list(found.values())
 
-    def asked(self) -> dict[str, Any]:
-        """Sums for rollouts."""
-        return {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT}
-
     def rows(self, kind: str, rows: str, batch_size: int, held_out: float) -> dict[str, Any]:
         return {
             "kind": kind,
@@ -202,7 +196,7 @@ class Bench:
         values = {
             "steps": UPDATES,
             "seed": seed,
-            "prompts": self.asked(),
+            "prompts": {"sources": [str(self.data("sums.jsonl"))], "held_out": HELD_OUT},
             "data": {"kind": "rollouts", "batch_size": 4, "samples": 8, "max_tokens": LONGEST["sums"]},
             "algorithm": {"kind": "grpo", "redraws": 3, "entropy": 0.01},
             "reward": {"kind": "verifier"},
@@ -219,6 +213,10 @@ class Bench:
         rows = self._held(lambda writer, row: writer.prompt(row), "sums")
         found = self.answers(folder, [row["prompt"] for row in rows], LONGEST["sums"])
         return mean(answer == row["answer"] for answer, row in zip(found, rows, strict=True))
+
+    def right_sampled_sums(self, folder: Path) -> float:
+        """The same share of 16 sampled answers to each."""
+        return evaluate_answers(self.work / "grpo-1.toml", [], folder, 16, Silent())["best_of_1"]
 
     def valid_answers(self, folder: Path) -> float:
         """The share of answers about held-out things that have the form."""
@@ -240,8 +238,7 @@ class Bench:
 
     def answers(self, folder: Path, asked: Sequence[str], max_tokens: int) -> list[str | None]:
         """The likeliest answer to each question; None where it does not end."""
-        writer = self.writer(folder)
-        engine = load_engine(folder, EngineConfig(max_model_len=128, max_num_sequences=8))
+        writer, engine = self.writer(folder), load_engine(folder, EngineConfig(max_model_len=128, max_num_sequences=8))
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         for place, question in enumerate(asked):
             engine.add(Request(str(place), writer.prompt({"prompt": question}), params))
@@ -263,14 +260,16 @@ class Bench:
         return float((found[:, 0] > found[:, 1]).float().mean())
 
 
+SHARES = {"right_sums": Bench.right_sums, "right_sampled_sums": Bench.right_sampled_sums}
+
+
 def row(metric: str, value: float, unit: str, runs: int, baseline: str, baseline_value: float) -> Row:
     return new_row("align", metric, value, unit, runs=runs, baseline=baseline, baseline_value=baseline_value)
 
 
 def before_and_after(metric: str, before: float, after: float, runs: int = 1) -> list[Row]:
-    say(f"{metric}: {before:.3f} before, {after:.3f} after")
-    return [new_row("align", f"{metric}_{when}", value, "share", runs=runs) for when, value in
-            (("before", before), ("after", after))]  # fmt: skip
+    found = {"before": before, "after": after}
+    return [new_row("align", f"{metric}_{when}", value, "share", runs=runs) for when, value in found.items()]
 
 
 def start_rows(bench: Bench) -> list[Row]:
@@ -284,15 +283,13 @@ def sft_rows(bench: Bench) -> list[Row]:
 
 
 def grpo_rows(bench: Bench) -> list[Row]:
-    before = bench.right_sums(bench.start())
-    after = [bench.right_sums(bench.grpo(seed)) for seed in range(1, bench.seeds + 1)]
-    metric = "grpo/right_sums"
-    rows = before_and_after(metric, before, mean(after), bench.seeds)
-    if bench.seeds > 1:
+    models, rows = [bench.grpo(seed) for seed in range(1, bench.seeds + 1)], list[Row]()
+    for name, share in SHARES.items():
+        after = [share(bench, model) for model in models]
+        rows += before_and_after(f"grpo/{name}", share(bench, bench.start()), mean(after), bench.seeds)
         ends = {"low": min(after), "high": max(after)} | {f"of_seed_{seed}": each for seed, each in enumerate(after, 1)}
-        rows += [
-            new_row("align", f"grpo/right_sums_after_{name}", each, "share", runs=1) for name, each in ends.items()
-        ]
+        for end, each in ends.items() if bench.seeds > 1 else ():
+            rows.append(new_row("align", f"grpo/{name}_after_{end}", each, "share", runs=1))
     return rows
 
 
@@ -309,8 +306,10 @@ def int8_rows(bench: Bench) -> list[Row]:
     }
     with progress_bar() as progress:
         artifact = run_recipe(values, progress=progress)
-    whole, rounded = bench.right_sums(model), bench.right_sums(artifact)
-    return [row("int8/right_sums", rounded, "share", 1, "the same model in FP32", whole)]
+    return [
+        row(f"int8/{name}", share(bench, artifact), "share", 1, "the same model in FP32", share(bench, model))
+        for name, share in SHARES.items()
+    ]
 
 
 def dpo_rows(bench: Bench) -> list[Row]:
@@ -335,8 +334,7 @@ def judge_rows(bench: Bench) -> list[Row]:
         "ordered_near_misses": mean(right for right, off, _ in ordered if off <= 2),
         "chosen_right": mean(all(right > other for other, _, _ in others) for right, others in scored),
     }
-    for name, share in shares.items():
-        say(f"judge/{name}: {share:.3f}; {len(ordered)} pairs of {len(scored)} sums")
+    say(f"judge: {len(ordered)} pairs of {len(scored)} sums")
     return [new_row("align", f"judge/{name}", share, "share", runs=1) for name, share in shares.items()]
 
 
