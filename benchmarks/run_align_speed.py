@@ -178,7 +178,7 @@ def server_rows(arguments: argparse.Namespace) -> list[Row]:
     command = [str(Path(sys.executable).with_name("penjing"))]
     settings = ["take_weights=true", "max_model_len=128", "enable_prefix_caching=false", "max_num_sequences=64"]
     serve = ["serve", str(arguments.checkpoint), "--detach", *(part for each in settings for part in ("--set", each))]
-    subprocess.run([*command, *serve], check=True, env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads)})
+    subprocess.run([*command, *serve], check=True)  # with as many threads as the engine here
     try:
         sampler, seconds = ServerSampler(loaded.model, loaded.config, ["localhost:8001"], World(), None), list[float]()
         for _ in range(arguments.rounds + 1):
