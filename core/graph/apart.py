@@ -24,6 +24,8 @@ def _reshaped(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    if x.dim() == 0:
+        return _reshaped(x, [1])
     start, end = start_dim % x.dim(), end_dim % x.dim() + 1
     return _reshaped(x, [*x.shape[:start], math.prod(x.shape[start:end]), *x.shape[end:]])
 
@@ -35,7 +37,7 @@ def _unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    return x.permute(*reversed(range(x.dim())))
+    return x.permute(tuple(reversed(range(x.dim()))))
 
 
 def _expanded(x: Tensor, other: Tensor) -> Tensor:
