@@ -111,8 +111,9 @@ class ServedWeights:
             )
         if (after := before + len(values_N)) > tensor.numel():
             raise RequestError(f"weights: {name} has {tensor.numel()} values, and {after} came")
-        self._known()[name] = None
+        digests = self._known()
         self._loop.pause(UNFINISHED)
+        digests[name] = None
         self._digest, self._piece = None, (name, after, digest)
         tensor.view(-1)[before:after] = torch.from_numpy(values_N.copy())
         digest.update(values_N.data)

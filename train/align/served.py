@@ -137,9 +137,15 @@ class ServerSampler:
 
     def _send(self, client: Client) -> None:
         """Give a server the weights of the last `refresh`."""
+        weights = {name: tensor.numpy() for name, tensor in self._weights.items()}
         with _named(client.server):
-            weights = {name: tensor.numpy() for name, tensor in self._weights.items()}
-            self._digests[client.server] = client.send_weights(weights)
+            for left in reversed(range(_ROUNDS)):
+                try:
+                    self._digests[client.server] = client.send_weights(weights)
+                    return
+                except RequestError:  # it has started anew, and lost the pieces before
+                    if not left:
+                        raise
 
 
 def _answers(client: Client, prompt: Sequence[int], samples: int, of_weights: str, **sampling: Any) -> list[Sampled]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from penjing.core.errors import ConfigError, RequestError, UnavailableError
+from penjing.serve.client.client import Client
 from penjing.train.run import train
 from tests.serve.triton.serving import Served, serving
 
@@ -110,6 +114,25 @@ def test_a_server_that_dies_is_sent_its_weights_again(learning: Served, recipe: 
     (recipe.parent / "victim").write_text(str(learning.stub_pid))
     theirs, _ = learnt(recipe, [*settings, f'data.servers=["{learning.address}"]'])
     assert not (recipe.parent / "victim").exists()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_server_that_dies_while_it_is_sent_weights_is_sent_them_again(
+    learning: Served, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["steps=2", "evaluation.every=0"]
+    ours, _ = learnt(recipe, settings)
+    ask, victim = Client._ask_about_weights, [learning.stub_pid]
+
+    def killing(client: Client, timeout: float | None, asked: Any, values: Any) -> str:
+        if victim and isinstance(asked, dict) and asked.get("begin") == 1024:  # between two pieces of a tensor
+            os.kill(victim.pop(), signal.SIGKILL)
+        return ask(client, timeout, asked, values)
+
+    monkeypatch.setattr("penjing.serve.client.weights.VALUES_AT_ONCE", 1024)
+    monkeypatch.setattr(Client, "_ask_about_weights", killing)
+    theirs, _ = learnt(recipe, [*settings, f'data.servers=["{learning.address}"]'])
+    assert not victim
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -106,10 +106,12 @@ def test_no_answer_is_given_while_weights_are_missing(taking: Adapted, tiny_long
 
 
 def test_weights_wait_for_answers(taking: Adapted, other: Path) -> None:
+    before = asker(taking)("list", None)
     asked = request(text_input="a", sampling_parameters={"max_tokens": 3000, **GREEDY})
     taking.adapter.execute([asked])
     with pytest.raises(ValueError, match="1 requests are unanswered; retry in 1 s"):
         send_weights(asker(taking), weights(other))
+    assert asker(taking)("list", None) == before  # what was refused has changed nothing
     asked.sender.cancelled = True
     assert asked.sender.done.wait(60)
     assert answer(taking, of_weights=send_weights(asker(taking), weights(other)))[0]
