@@ -307,6 +307,8 @@ def _check_run(recipe: TrainRecipe) -> None:
             f"data.samples = 1 leaves {kind} no other answer to compare one with; set it to 2 or more, or use "
             "algorithm.kind = 'ppo'"
         )
+    if recipe.algorithm.answers is not None and isinstance(recipe.data, RolloutData) and recipe.data.servers:
+        raise ConfigError("algorithm.answers and data.servers both say who answers; leave out one of them")
     parallel = recipe.parallel
     if parallel.pp * parallel.cp * parallel.ep > 1 or parallel.sequence:
         raise ConfigError(

@@ -17,47 +17,10 @@ from penjing.core.errors import ConfigError, RequestError, UnavailableError
 from penjing.serve.client.client import Client
 from penjing.train.run import train
 from tests.serve.triton.serving import Served, serving
+from tests.train.align.test_rollouts import CODE, RECIPE
 
-RECIPE = """
-output = "{folder}/here"
-initial = "{base}"
-steps = 3
-device = "cpu"
-seed = 1
-
-[prompts]
-sources = ["{folder}/prompts.jsonl"]
-held_out = 0.2
-
-[data]
-kind = "rollouts"
-batch_size = 4
-samples = 6
-max_tokens = 4
-
-[reward]
-kind = "{folder}/reward.py:vowels"
-unended = "scored"
-
-[learning_rate]
-kind = "constant"
-peak = 5e-3
-
-[precision]
-mode = "fp32"
-
-[evaluation]
-every = 2
-
-[monitor]
-every = 1
-tensorboard = false
-"""
-CODE = """
+KILLS = """
 import os, pathlib
-
-def vowels(prompt, answer, row):
-    return sum(letter in "aeiou" for letter in answer) / 4
 
 def kills(prompt, answer, row):
     victim = pathlib.Path(__file__).with_name("victim")
@@ -79,7 +42,7 @@ def learning(tiny_long: Path) -> Iterator[Served]:
 def recipe(tiny_long: Path, tmp_path: Path) -> Path:
     rows = [{"prompt": f"Say {place}.", "answer": place} for place in range(20)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "reward.py").write_text(CODE)
+    (tmp_path / "reward.py").write_text(CODE + KILLS)
     path = tmp_path / "rollouts.toml"
     path.write_text(RECIPE.format(folder=tmp_path, base=tiny_long))
     return path
@@ -87,12 +50,11 @@ def recipe(tiny_long: Path, tmp_path: Path) -> Path:
 
 def learnt(recipe: Path, settings: list[str]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """The weights and the records of a run, without what the clock says."""
-    folder = recipe.parent / "here"
-    train(recipe, settings, force=True)
-    lines = (folder.with_name("here-run") / "metrics.jsonl").read_text().splitlines()
+    train(recipe, ["steps=3", "evaluation.every=2", *settings], force=True)
+    lines = (recipe.parent / "out-run/metrics.jsonl").read_text().splitlines()
     named = ("reward", "length", "gap", "eval/reward")
     found = [{name: value for name, value in json.loads(line).items() if name in named} for line in lines]
-    return load_file(folder / "model.safetensors"), found
+    return load_file(recipe.parent / "out/model.safetensors"), found
 
 
 @pytest.mark.parametrize("settings", [[], ["algorithm.redraws=1", "adapter.rank=4"], ["data.ahead=true"]])

@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from penjing.core.checkpoint.load import load_model
+from penjing.core.errors import ConfigError
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, weights_digest
 from penjing.serve.client.weights import send_weights
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.families.decoder import FAMILY
+from penjing.serve.runner.load import check_taking, make_engine
 from penjing.serve.triton.pulse import Pulse
+from penjing.train.align.served import ServerSampler
+from penjing.train.processes.world import World
+from tests.serve.tiny import tiny_model
 from tests.serve.triton.stand_in import GREEDY, Adapted, request
 
 SAMPLING = {"max_tokens": 12, "logprobs": 0, **GREEDY}
@@ -156,3 +164,21 @@ def test_a_server_takes_no_weights_unless_it_is_told_to(adapted: Adapted, tiny_l
     with pytest.raises(ValueError, match="start it with --set take_weights=true"):
         send_weights(asker(adapted), weights(tiny_long))
     assert "start it with --set take_weights=true" in answer(adapted, of_weights="0")[1]
+
+
+def test_weights_that_cannot_be_replaced_are_told_before_anything_is_served(tiny_long: Path) -> None:
+    takes = EngineConfig(take_weights=True, num_blocks=8)
+    with pytest.raises(ConfigError, match="take_weights is for a checkpoint in floating point"):
+        make_engine(tiny_model(int8=True), takes)
+    with pytest.raises(ConfigError, match="take_weights is for a CPU so far; take device=cpu"):
+        check_taking(takes.model_copy(update={"device": "cuda"}), is_quantized=False)
+    with pytest.raises(ValueError, match="tensor_parallel=2 does not go with take_weights"):
+        EngineConfig(take_weights=True, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="a model repository takes no weights so far"):
+        FAMILY.entry(tiny_long, takes, None)
+
+
+def test_a_server_of_many_processes_is_not_shared(tiny_long: Path) -> None:
+    loaded = load_model(tiny_long)
+    with pytest.raises(ConfigError, match=r"data\.servers names 1, and 2 processes sample at once"):
+        ServerSampler(loaded.model, loaded.config, ["a:1"], World(rank=1, size=2), None)

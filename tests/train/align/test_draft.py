@@ -203,6 +203,8 @@ def test_another_model_answers_in_place_of_the_one_that_is_read(recipe: Path, tm
     assert f"serve {other} " in build_task(load_train_recipe(recipe, more), Silent()).next_command(tmp_path)
     with pytest.raises(ConfigError, match=r"algorithm\.answers = .* is no checkpoint"):
         build_task(load_train_recipe(recipe, [f"algorithm.answers={tmp_path}"]), Silent())
+    with pytest.raises(ConfigError, match=r"algorithm\.answers and data\.servers both say who answers"):
+        build_task(load_train_recipe(recipe, [f"algorithm.answers={other}", 'data.servers=["a:1"]']), Silent())
     with pytest.raises(ConfigError, match=r"answers.* is of kind = 'draft'"):
         load_train_recipe(recipe, ["algorithm.kind=grpo", "algorithm.known_tokens=8192", f"algorithm.answers={other}"])
 

@@ -275,6 +275,8 @@ def test_two_processes_learn_what_one_does(recipe: Path, settings: list[str]) ->
         (["data.samples=0"], "data.rollouts.samples|data.samples"),
         (["data.top_p=0.9"], "data: .*top_p would sample from a part of the tokens, .*leave it out"),
         (["data.temperature=0"], "data.temperature: .*greater than 0"),
+        (["data.ahead=true", "data.temperature=0.5"], "data: .*ahead needs the probabilities .* not 0.5; leave out"),
+        (["data.servers=['a:1', 'b:1', 'a:1']"], "data: .*servers names one twice"),
         (["data.max_tokens=512"], "leaves no room for a prompt in the 512 tokens"),
         (["prompts.held_out=0.0", "evaluation.every=1"], "prompts.held_out = 0 leaves nothing to evaluate on"),
         (["prompts.sources=['nowhere']"], "prompts.sources: nowhere does not exist"),
