@@ -194,7 +194,7 @@ def healing(step: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     if heal["kind"] == "finetune":
         del heal["teacher"]
     if arguments.texts_of_its_own is not None:
-        heal["sources"] = [str(arguments.texts_of_its_own)]
+        heal["sources"] = [*heal["sources"], str(arguments.texts_of_its_own)]
     return heal
 
 

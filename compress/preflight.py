@@ -13,11 +13,12 @@ from penjing.compress.measure.answers import CHOICES, PROMPTS
 from penjing.compress.measure.cost import sizes_of
 from penjing.compress.plan import Planned, plan
 from penjing.compress.recipe import Recipe
-from penjing.compress.samples.own import OWN
+from penjing.compress.samples.own import OWN, WRITER
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.files import sha256_file
+from penjing.core.manifest import identity
 from penjing.core.memory import available_bytes
 from penjing.core.progress import clock, megabytes
 from penjing.core.text.documents import text_files
@@ -29,9 +30,9 @@ USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 
 
 
 def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
-    """SHA-256 of the files of the model ("model"), of each other teacher (its path), and of the user's own texts
-    ("data.calibrate", "evaluate.own", "measure.prompts", "measure.choices"); tensors' names and shapes are checked on
-    the way.
+    """SHA-256 of the files of the model ("model"), of each other teacher (its path), of what writes text in its place
+    ("data.own_texts.writer"), and of the user's own texts ("data.calibrate", "evaluate.own", "measure.prompts",
+    "measure.choices"); tensors' names and shapes are checked on the way.
 
     Raises:
         ConfigError: a teacher of another family; a text that is calibrated on and evaluated.
@@ -49,6 +50,8 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
             )
         found[str(teacher)] = other.hashes(teacher)
     found |= _own_texts(recipe)
+    if (writer := recipe.data.own_texts.writer) is not None:
+        found[WRITER] = identity(writer)
     for setting, said, named in (
         (CALIBRATE, "data.rows", recipe.data.rows),
         (EVALUATE, "evaluate.questions", recipe.evaluate.questions),

@@ -17,7 +17,7 @@ from typing import Any
 from penjing.compress.measure.evaluate import Quality, quality_from_json
 from penjing.compress.plan import Planned
 from penjing.compress.recipe import Recipe
-from penjing.compress.samples.own import OWN
+from penjing.compress.samples.own import OWN, WRITER
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context, Step
 from penjing.core.config import key_of
@@ -105,6 +105,8 @@ class Results:
             parts += [self.recipe.data.source_settings(), self.recipe.data.held_out, self.hashes.get(CALIBRATE)]
         if OWN in step.decides().get("sources", ()):
             parts.append(self.recipe.data.own_texts.model_dump(mode="json"))
+        if WRITER in self.hashes:
+            parts.append(self.hashes[WRITER])
         return key_of(*parts)
 
     def _quality(self, name: str, folder: Path) -> Quality:

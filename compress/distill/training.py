@@ -140,7 +140,8 @@ def train_checkpoint(
         work: a folder for this step alone: the run's checkpoints and metrics. After a kill, the same call goes on from
             there to the same result; for another step or other checkpoints it starts empty.
         wrap: (task of the checkpoint's own, recipe of the run) → the task that is trained.
-        names: the checkpoints that the step reads, by role; the "writer" writes where "builtin:own" is a source.
+        names: the checkpoints that the step reads, by role; the "writer" writes where "builtin:own" is a source and
+            `data` names no other.
 
     Returns:
         A JSON record: settings, checkpoints, data, losses, evaluation, seconds.
@@ -151,6 +152,7 @@ def train_checkpoint(
     began = time.perf_counter()
     recipe = run_recipe_of(source, step, training, data, work)
     if WRITER in names:
+        names = names | {WRITER: data.own_texts.writer or names[WRITER]}
         recipe = _with_own_texts(recipe, own_texts(names[WRITER], data.own_texts, progress))
     _claim(work, step, data, names, progress)
     check_kept(work / _TRAINED)
@@ -250,7 +252,7 @@ def _claim(work: Path, step: TrainingSettings, data: DataSettings, names: dict[s
     """Make `work` the folder of this step on these checkpoints: what another left there goes."""
     facts = {"step": step.model_dump(mode="json"), **{role: identity(folder) for role, folder in names.items()}}
     if WRITER in names:
-        facts["own_texts"] = data.own_texts.model_dump(mode="json")
+        facts["own_texts"] = data.own_texts.model_dump(mode="json", exclude={"writer"})
     if data.source is not None:
         facts |= {"data": data.source_settings() | {"held_out": data.held_out}}
     key = json.dumps(facts, sort_keys=True) + "\n"

@@ -27,7 +27,8 @@ from penjing.core.progress import Progress
 from penjing.train.align.sampler import EngineSampler
 
 OWN = "builtin:own"
-TOGETHER = 16  # samples of one file, which are written when all are complete
+WRITER = "data.own_texts.writer"
+TOGETHER = 128  # samples of one file, which are written when all are complete; half of them are drawn at once
 QUESTION = 64  # tokens of a question at most
 _PLACE = "wherever"  # a question, to see what a template writes before it
 
@@ -39,18 +40,26 @@ class OwnTexts(Config):
     tokens: int = Field(default=192, ge=16, description="Tokens of a text, and of an answer, at most.")
     temperature: float = Field(default=1.0, gt=0, le=2, description="1 draws tokens by the model's own probabilities.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of what is drawn.")
+    writer: Path | None = Field(
+        default=None,
+        description="Another decoder that writes them, such as an INT8 artifact of the network, which is faster; none "
+        "given: the network itself, or its teacher.",
+    )
 
 
 def own_texts(folder: Path, settings: OwnTexts, progress: Progress) -> Path:
-    """A folder of .jsonl files in the cache, with what the decoder in `folder` writes; made where it is not complete.
+    """A folder of .jsonl files in the cache, with what the decoder in `folder`, or the settings' writer, writes; made
+    where it is not complete.
 
     A text depends on the model, the settings and its number alone. A run that is killed goes on with the next file.
 
     Raises:
-        InputError: `folder` is damaged or no decoder, or it writes nothing.
+        InputError: the writer is damaged or no decoder, or it writes nothing.
         SetupError: disk full, no permission.
     """
-    key = key_of(identity(folder), settings.model_dump(mode="json"), version("penjing"))
+    folder = settings.writer or folder
+    drawn = settings.model_dump(mode="json", exclude={"writer"})
+    key = key_of(identity(folder), drawn, TOGETHER, version("penjing"))
     out = cache_dir() / "own-texts" / key[:16]
     files = [(first, out / f"texts-{first:06d}.jsonl") for first in range(0, settings.samples, TOGETHER)]
     missing = [(first, path) for first, path in files if not path.exists()]

@@ -21,7 +21,7 @@ from penjing.compress.samples.data import DataSettings, token_samples
 from penjing.compress.samples.own import OWN, OwnTexts, own_texts
 from penjing.compress.steps.base import Context
 from penjing.core.checkpoint.load import load_model
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES
 from penjing.core.progress import Silent
 from penjing.core.text.documents import Documents, read_documents
@@ -125,6 +125,34 @@ def test_a_recipe_calibrates_and_heals_with_them(tiny_checkpoint: Path, tmp_path
     assert wrote[0] == "texts that tiny writes"
     assert [task[:21] for task in wrote[1:]] == ["texts that 02-distill"]
     assert f'calibrate = ["{OWN}"]' in (out / "recipe.toml").read_text()
+
+
+def test_another_decoder_writes_in_its_place(tiny_checkpoint: Path, tmp_path: Path, notes: Notes) -> None:
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "int8")
+    writer = run_recipe(recipe, progress=Silent())
+    settings = SETTINGS.model_copy(update={"writer": writer})
+    folder = own_texts(tiny_checkpoint, settings, Silent())
+    assert folder == own_texts(writer, SETTINGS, Silent()) != own_texts(tiny_checkpoint, SETTINGS, Silent())
+    steps = [{"kind": "finetune", "steps": 2, "batch_size": 2, "sequence_length": 16, "sources": [OWN]}]
+    steps[0] |= {"evaluation_samples": 0}
+    values = {"model": str(tiny_checkpoint), "output": str(tmp_path / "out"), "steps": steps}
+    values |= {"evaluate": {"prose_tokens": 64, "code_tokens": 0, "window": 64}, "guard": {"perplexity_ratio": 1e6}}
+    values |= {"data": {"tokens": 256, "window": 64, "own_texts": {"samples": 6, "tokens": 24}}}
+    key = result_key(values, tmp_path)
+    values["data"]["own_texts"]["writer"] = str(writer)
+    assert result_key(values, tmp_path) != key
+    out = run_recipe(values, progress=notes)
+    step = json.loads((out / "steps" / "01-finetune.json").read_text())["result"]
+    assert step["writer"] == str(writer)
+    assert not [task for task in notes.tasks if "writes" in task]  # what was written above is kept
+
+
+def test_a_writer_that_is_not_there_is_named_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "out")
+    nowhere = tmp_path / "nowhere"
+    recipe.write_text(recipe.read_text() + f'[data.own_texts]\nwriter = "{nowhere}"\n')
+    with pytest.raises(InputError, match="nowhere"):
+        run_recipe(recipe, progress=Silent())
 
 
 def test_other_texts_of_its_own_are_another_healing(tiny_checkpoint: Path, tmp_path: Path) -> None:
