@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_names import EXPERTS, LLAMA3_FIELDS, YARN_FIELDS
+from penjing.core.imports.gguf_names import (
+    EXPERTS,
+    LLAMA3_FIELDS,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    YARN_FIELDS,
+)
 from penjing.core.layers.settings import RopeScaling
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import NATIVE, decoder_config_to_hf
@@ -55,8 +62,10 @@ def architecture_of(config: DecoderConfig, source: str) -> str:
             "scores in all but qwen2_moe, and so it is not written as GGUF; penjing serves the artifact as it is"
         )
     architecture, uneven = ARCHITECTURES[fitting[0]], config.intermediate_sizes is not None
-    lost = "rotary scaling 'llama3'" if config.rope_scaling.rope_type == "llama3" else "MLPs of different widths"
-    if architecture != "llama" and (uneven or config.rope_scaling.rope_type == "llama3"):
+    scaling = config.rope_scaling.rope_type
+    divided = scaling in ("llama3", "longrope")
+    lost = f"rotary scaling {scaling!r}" if divided else "MLPs of different widths"
+    if architecture != "llama" and (uneven or divided):
         raise InputError(
             f"{source}: {lost} in a {architecture} network: llama.cpp has that in llama networks alone, and so it is "
             "not written as GGUF; penjing serves the artifact as it is"
@@ -103,9 +112,9 @@ def architecture_fields(config: DecoderConfig, source: str) -> dict[str, Any]:
         values["attention.sliding_window"] = config.sliding_window
     scaling = config.rope_scaling
     if scaling.rope_type == "longrope":
-        raise InputError(
-            f"{source}: rotary scaling 'longrope' is not written as GGUF; penjing serves the artifact as it is"
-        )
+        attention, _ = yarn_magnitudes(scaling)
+        values |= {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": float(attention)}
+        values["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
     if scaling.rope_type == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
     if scaling.rope_type == "yarn":
@@ -133,12 +142,16 @@ def _check_yarn(scaling: RopeScaling, source: str) -> None:
         )
 
 
-def rotary_divisors(config: DecoderConfig) -> NDArray[np.float32] | None:
-    """(head_dim / 2,) divisors of the rotary frequencies, where the scaling is written as such."""
-    if config.rope_scaling.rope_type != "llama3":
-        return None
+def rotary_divisors(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
+    """Name in the file → (head_dim / 2,) divisors of the rotary frequencies, where the scaling is written as such."""
+    scaling = config.rope_scaling
+    if scaling.rope_type == "longrope":
+        both = {LONG_FACTORS: scaling.long_factor or scaling.short_factor, SHORT_FACTORS: scaling.short_factor}
+        return {name: np.array(factors, np.float32) for name, factors in both.items()}
+    if scaling.rope_type != "llama3":
+        return {}
     plain = config.model_copy(update={"rope_scaling": RopeScaling()})
-    return (inverse_frequencies(plain) / inverse_frequencies(config)).numpy()
+    return {ROPE_FACTORS: (inverse_frequencies(plain) / inverse_frequencies(config)).numpy()}
 
 
 def _is_a(config: DecoderConfig, kind: str) -> bool:

@@ -23,7 +23,7 @@ from penjing.compress.gguf.tokenizer import tokenizer_fields
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.files import check_room
-from penjing.core.imports.gguf_names import ANY, PAIRED, ROPE_FACTORS, expert_of, gguf_name_of
+from penjing.core.imports.gguf_names import ANY, PAIRED, expert_of, gguf_name_of
 from penjing.core.progress import Progress
 from penjing.core.runtime.embedding import stored_table
 from penjing.core.runtime.schemes import has_int8_embedding
@@ -111,9 +111,8 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[Any], Any]]:
     """Name in the file, bytes and type of every tensor, one at a time."""
     import gguf
 
-    divisors = rotary_divisors(checkpoint.config)
-    if divisors is not None:
-        yield ROPE_FACTORS, divisors, gguf.GGMLQuantizationType.F32
+    for name, divisors in rotary_divisors(checkpoint.config).items():
+        yield name, divisors, gguf.GGMLQuantizationType.F32
     turned = architecture_of(checkpoint.config, str(checkpoint.folder)) in PAIRED
     tied = has_int8_embedding(checkpoint.quantization) and checkpoint.config.tie_word_embeddings
     for name in checkpoint.tensor_names:

@@ -20,7 +20,7 @@ from penjing.core.family import family_of
 from penjing.core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
-from penjing.core.models.rope import inverse_frequencies
+from penjing.core.models.rope import at_context, inverse_frequencies
 from penjing.core.runtime.batch_invariant import apply_batch_invariance, apply_image_invariance
 from penjing.core.runtime.embedding import Int8Embedding, stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized
@@ -51,7 +51,12 @@ class LoadedModel:
     sight: Sight | None = None  # of a decoder that sees
 
 
-def load_model(folder: Path, device: str | torch.device = "cpu", share: tuple[int, int] | None = None) -> LoadedModel:
+def load_model(
+    folder: Path,
+    device: str | torch.device = "cpu",
+    share: tuple[int, int] | None = None,
+    context: int | None = None,
+) -> LoadedModel:
     """Load `folder`, a checkpoint or an artifact, for inference.
 
     Hashes are checked meanwhile where there is a manifest; nothing is returned before they are. Tensors are taken one
@@ -63,6 +68,7 @@ def load_model(folder: Path, device: str | torch.device = "cpu", share: tuple[in
         folder: where it lies.
         device: where tensors go.
         share: (rank, ranks): of float layers the part of that process is kept, see `core.runtime.tensor_parallel`.
+        context: tokens of a text at most, where a smaller context than the folder's is another function (`longrope`).
 
     Raises:
         InputError: a missing, damaged or unknown file, a missing or unexpected tensor, a scheme penjing does not run.
@@ -70,6 +76,7 @@ def load_model(folder: Path, device: str | torch.device = "cpu", share: tuple[in
     if (folder / "config.json").is_file() and family_of(folder) == SEES:
         return _load_seeing(folder)
     checkpoint = open_checkpoint(folder)
+    checkpoint.config = _within(checkpoint.config, context)
     with ThreadPoolExecutor(1) as thread:
         verified = None if checkpoint.manifest is None else thread.submit(verify, folder)
         try:
@@ -87,6 +94,12 @@ def load_model(folder: Path, device: str | torch.device = "cpu", share: tuple[in
             if verified is not None:
                 verified.result()  # a damaged file explains whatever else went wrong with it
     return loaded
+
+
+def _within(config: DecoderConfig, context: int | None) -> DecoderConfig:
+    if config.rope_scaling.rope_type != "longrope" or context is None or context >= config.max_position_embeddings:
+        return config
+    return at_context(config, context)
 
 
 def _load_seeing(folder: Path) -> LoadedModel:

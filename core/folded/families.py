@@ -152,6 +152,9 @@ def _exaone4(values: Values, source: str) -> Fold:
 
 
 def _phi3(values: Values, source: str) -> Fold:
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := values.get(name), dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            values = values | {name: rope | {"rope_type": "longrope"}}  # what older folders call it
     window = {"sliding_window": values["sliding_window"]} if values.get("sliding_window") else {}
     config, rotary = partial_of(values, source, **window)
     return Fold(config, fused=True, fused_mlp=True, rotary=rotary)

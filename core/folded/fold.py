@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,9 +142,6 @@ def partial_of(values: Values, source: str, **changes: Any) -> tuple[DecoderConf
     for section in sections:
         merged |= section
     plain = {name: value for name, value in values.items() if name not in rope}
-    if merged.get("rope_type", merged.get("type")) == "longrope":
-        merged = _within_original(merged, values, source)
-        plain["max_position_embeddings"] = merged["original_max_position_embeddings"]
     whole = config_of(plain, source, {"rope_parameters": {"rope_theta": merged["rope_theta"]}}, **changes)
     rotary = int(whole.head_dim * number_of({"partial_rotary_factor": share}, "partial_rotary_factor", source))
     divisors = merged.get("short_factor")
@@ -156,21 +152,6 @@ def partial_of(values: Values, source: str, **changes: Any) -> tuple[DecoderConf
     if rotary < 2 or rotary % 2 or rotary > whole.head_dim:
         raise InputError(f"{source}: partial_rotary_factor {share} of {whole.head_dim} dimensions is no even number")
     return config_of(plain, source, {"rope_parameters": merged}, **changes, rotary_pairs=rotary // 2), rotary
-
-
-def _within_original(rope: Values, values: Values, source: str) -> Values:
-    """longrope's settings within the original context, where its frequencies do not depend on the length. Rotated
-    queries and keys grow with the whole context all the same, as in transformers."""
-    original = rope.get("original_max_position_embeddings", values.get("original_max_position_embeddings"))
-    if isinstance(original, bool) or not isinstance(original, int) or original < 2:
-        raise InputError(f"{source}: longrope needs original_max_position_embeddings, a context (got {original!r})")
-    growth = number_of(values, "max_position_embeddings", source) / original
-    attention = rope.get("attention_factor")
-    if attention is None:
-        attention = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
-    short = rope.get("short_factor")
-    made = {"rope_theta": rope["rope_theta"], "rope_type": "longrope", "short_factor": short, "long_factor": short}
-    return made | {"original_max_position_embeddings": original, "attention_factor": attention}
 
 
 def number_of(values: Values, name: str, source: str) -> float:

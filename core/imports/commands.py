@@ -76,6 +76,14 @@ def import_command(app: typer.Typer) -> None:
                 "folder whose activations were not rounded to 8, else 8."
             ),
         ] = None,
+        context: Annotated[
+            int | None,
+            typer.Option(
+                min=2,
+                help="Of a decoder: tokens of its texts at most. If left out, its own context, but of longrope "
+                "(Phi-3.5) the original one; more than that makes it rotate as for long texts.",
+            ),
+        ] = None,
         force: Force = False,
     ) -> None:
         """Turn a model into a penjing checkpoint (safetensors, hashed).
@@ -115,6 +123,8 @@ def import_command(app: typer.Typer) -> None:
                     raise ConfigError("--keep-integers is for .gguf files; leave it out")
                 if activations is not None:
                     raise ConfigError("--activations is for folders and .gguf files with 4-bit weights; leave it out")
+                if context is not None:
+                    raise ConfigError("--context is for decoders; leave it out")
                 import_graph(source, out, graph_options(**given), force=force, progress=progress)  # type: ignore[arg-type]
                 return
             if given:
@@ -130,4 +140,5 @@ def import_command(app: typer.Typer) -> None:
                 dequantize=dequantize,
                 keep_integers=keep_integers,
                 activations=None if activations is None else 8 if activations == "8" else 16,
+                context=context,
             )

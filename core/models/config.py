@@ -148,8 +148,14 @@ class DecoderConfig(Config):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for the rotary embedding")
-        if self.rope_scaling.rope_type == "longrope" and min(self.rope_scaling.short_factor, default=0) <= 0:
-            raise ValueError("short_factor must be numbers above 0, one for each pair of dimensions")
+        scaling = self.rope_scaling
+        if scaling.rope_type == "longrope":
+            if min((*scaling.short_factor, *scaling.long_factor), default=0) <= 0:
+                raise ValueError("short_factor must be numbers above 0, one for each pair of dimensions")
+            if scaling.long_factor and len(scaling.long_factor) != len(scaling.short_factor):
+                raise ValueError(
+                    f"long_factor has {len(scaling.long_factor)} numbers, short_factor {len(scaling.short_factor)}"
+                )
         return self
 
     @model_validator(mode="after")

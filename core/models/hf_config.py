@@ -7,7 +7,7 @@ from typing import Any
 
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.layers.settings import RopeScaling
+from penjing.core.layers.hf_rope import rope_from_hf, rope_to_hf
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_variants import (
     LATENT_TYPES,
@@ -82,23 +82,6 @@ _FLAGS = (
     "rope_interleave",
 )  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SCALING_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-    ),
-    "longrope": ("short_factor", "original_max_position_embeddings", "attention_factor"),
-}
-_SCALING_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 
 
 def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig:
@@ -127,7 +110,7 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
         if not isinstance(values.get(name, False), bool):
             raise InputError(f"{source}: {name} must be true or false (got {values[name]!r})")
     check_layers(values["num_hidden_layers"], source)
-    rope = _rope_values(values, source)
+    theta, scaling = rope_from_hf(values, source)
     heads = values["num_attention_heads"]
     attention_bias = _attention_bias(values, model_type)
     latent = latent_from_hf(values, model_type, source)
@@ -140,8 +123,8 @@ def decoder_config_from_hf(values: dict[str, Any], source: str) -> DecoderConfig
         "head_dim": head_dim,
         "max_position_embeddings": values["max_position_embeddings"],
         "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", 10000.0),
-        "rope_scaling": _rope_scaling(rope, source),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
         "tie_word_embeddings": values.get("tie_word_embeddings", False),
         "attention_bias": attention_bias,
         "attention_output_bias": attention_bias and model_type not in _QKV_BIAS,
@@ -172,7 +155,7 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
     if config.model_type == NATIVE:
         return {"architectures": [_ARCHITECTURES[NATIVE]], "dtype": dtype, **config.model_dump(mode="json")}
     _check_expressible(config)
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta} | _rope_scaling_to_hf(config.rope_scaling)
+    scaling = rope_to_hf(config.rope_scaling)
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
@@ -181,7 +164,7 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
         **config.model_dump(
             include={*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"}
         ),
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
         # the spelling of transformers 4, which would fall back to 10000 without it
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -190,7 +173,7 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
         "pad_token_id": config.pad_token_id,
     }
     if config.rope_scaling.rope_type != "default":
-        values["rope_scaling"] = _rope_scaling_to_hf(config.rope_scaling)
+        values["rope_scaling"] = scaling
     if config.model_type in ("llama", *_QK_NORM):
         values["attention_bias"] = config.attention_bias
     if config.model_type == "llama":
@@ -294,46 +277,6 @@ def _attention_bias(values: dict[str, Any], model_type: str) -> bool:
     if model_type in _QKV_BIAS:
         return model_type == "qwen2" or values.get("qkv_bias", True)
     return values.get("attention_bias", False)
-
-
-def _rope_values(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Rotary settings under the names of transformers 5, from either spelling."""
-    rope = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
-    for key in ("rope_scaling", "rope_parameters"):
-        section = values.get(key) or {}
-        if not isinstance(section, dict):
-            raise InputError(f"{source}: {key} must be an object (got {section!r})")
-        rope |= section
-    if "type" in rope:
-        rope.setdefault("rope_type", rope["type"])
-    if (share := rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise InputError(f"{source}: partial_rotary_factor {share} is not supported; supported: 1.0")
-    return rope
-
-
-def _rope_scaling(rope: dict[str, Any], source: str) -> dict[str, Any]:
-    rope_type = rope.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in _SCALING_FIELDS:
-        known = ", ".join(_SCALING_FIELDS)
-        raise InputError(f"{source}: rotary scaling {rope_type!r} is not supported; supported: {known}")
-    if rope_type == "longrope" and rope.get("long_factor") != rope.get("short_factor"):
-        raise InputError(
-            f"{source}: long_factor differs from short_factor: longrope is served within its original context alone, "
-            "which 'penjing import' makes of Phi-3"
-        )
-    given = {name for name in rope if rope[name] is not None}
-    used = [name for name in _SCALING_FIELDS[rope_type] if name in given or name not in _SCALING_OPTIONAL]
-    if missing := [name for name in used if name not in given]:
-        raise InputError(f"{source}: rotary scaling {rope_type!r} lacks {', '.join(missing)}")
-    return {"rope_type": rope_type, **{name: rope[name] for name in used}}
-
-
-def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    used = _SCALING_FIELDS[scaling.rope_type]
-    optional = [name for name in _SCALING_OPTIONAL if not name.startswith("beta_")]  # those have one default everywhere
-    left_out = {name for name in optional if getattr(scaling, name) == getattr(RopeScaling(), name)}
-    values = {"rope_type": scaling.rope_type, **{name: getattr(scaling, name) for name in used if name not in left_out}}
-    return values | ({"long_factor": scaling.short_factor} if scaling.rope_type == "longrope" else {})
 
 
 def _window(values: dict[str, Any], model_type: str, source: str) -> dict[str, Any]:

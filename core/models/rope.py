@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penjing.core.errors import InputError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.layers.settings import RopeScaling
 from penjing.core.models.config import DecoderConfig, Rotary
 from penjing.kernels.rotary import rotary_cos_sin
@@ -24,7 +24,9 @@ def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
     `linear` divides all by the factor. `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783) and `yarn`
     (https://arxiv.org/abs/2309.00071) divide only those whose wavelength is long against the original context, and
     blend between: by the number of turns, or by the index of the pair. `longrope` (https://arxiv.org/abs/2402.13753)
-    divides each by a number of its own, here by those of the original context.
+    divides each by a number of its own: by those for the original context where the network's context is within it, by
+    others where it is beyond, whatever the length of a text; so do vLLM and llama.cpp. `dynamic` changes nothing within
+    the context of training.
     """
     if config.layer_rotary is None:
         return _filled(config, _main_frequencies(config))
@@ -60,7 +62,7 @@ def _main_frequencies(config: DecoderConfig) -> Tensor:
     exponent = steps.to(torch.float32) / size
     frequency = 1.0 / (config.rope_theta**exponent)
     scaling = config.rope_scaling
-    if scaling.rope_type == "default":
+    if scaling.rope_type in ("default", "dynamic"):
         return frequency
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
@@ -68,7 +70,9 @@ def _main_frequencies(config: DecoderConfig) -> Tensor:
         if len(scaling.short_factor) != len(frequency):
             many = len(scaling.short_factor)
             raise InputError(f"short_factor of longrope has {many} numbers for {len(frequency)} pairs of dimensions")
-        return frequency / torch.tensor(scaling.short_factor, dtype=torch.float32, device="cpu")
+        beyond = config.max_position_embeddings > scaling.original_max_position_embeddings
+        divisors = scaling.long_factor if beyond and scaling.long_factor else scaling.short_factor
+        return frequency / torch.tensor(divisors, dtype=torch.float32, device="cpu")
     if scaling.rope_type == "yarn":
         kept = _yarn_kept(config, size)
     else:
@@ -94,6 +98,38 @@ def _yarn_kept(config: DecoderConfig, size: int) -> torch.Tensor:
     pairs = torch.arange(size // 2, dtype=torch.float32, device="cpu")
     ramp = (pairs - low) / max(high - low, 0.001)
     return 1 - ramp.clamp(0.0, 1.0)
+
+
+def usual_context(config: DecoderConfig) -> int:
+    """Tokens that a network is taken for unless others are asked for: its context, but of longrope the original one,
+    within which all texts are computed as in transformers."""
+    scaling, whole = config.rope_scaling, config.max_position_embeddings
+    return min(whole, scaling.original_max_position_embeddings) if scaling.rope_type == "longrope" else whole
+
+
+def at_context(config: DecoderConfig, context: int) -> DecoderConfig:
+    """The network whose texts have `context` tokens at most, rotating as transformers does where one has so many.
+
+    `dynamic` is then a base of the frequencies, larger beyond the context of training.
+
+    Raises:
+        ConfigError: it was published for fewer, or they are none.
+    """
+    scaling, most = config.rope_scaling, config.max_position_embeddings
+    dynamic = scaling.rope_type == "dynamic"
+    longest = int(most * scaling.factor) if dynamic else most
+    if context < 2:
+        raise ConfigError(f"context={context}: at least 2 tokens are needed")
+    if context > longest:
+        raise ConfigError(f"context={context} is above the {longest} tokens that the network was published for")
+    changed: dict[str, object] = {"max_position_embeddings": context}
+    if dynamic and context != most:
+        changed["rope_scaling"] = RopeScaling()
+        if context > most:
+            size = config.rotary_dim if config.rotary_pairs is None else 2 * config.rotary_pairs
+            growth = scaling.factor * context / most - (scaling.factor - 1)
+            changed["rope_theta"] = config.rope_theta * growth ** (size / (size - 2))
+    return config.model_copy(update=changed)
 
 
 def yarn_magnitudes(scaling: RopeScaling) -> tuple[float, float]:

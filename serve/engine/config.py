@@ -61,7 +61,8 @@ class EngineConfig(Config):
         default=None,
         ge=2,
         description="Longest prompt plus answer in tokens. When left out: the model's context, or what the KV cache "
-        "holds if that is less.",
+        "holds if that is less. A model of longrope for a long context rotates as for its original one where this is "
+        "within that.",
     )
     max_num_batched_tokens: int = Field(
         default=512,

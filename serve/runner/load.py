@@ -28,7 +28,8 @@ from penjing.serve.speculate.rows import USUAL_COSTS
 
 
 def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
-    """Load a checkpoint or artifact and build an engine for it.
+    """Load a checkpoint or artifact and build an engine for it. With `longrope` a `max_model_len` that is set decides
+    by which factors it rotates: those for the original context where it is within it.
 
     Raises:
         InputError: the folder is missing, damaged or of another kind.
@@ -41,9 +42,11 @@ def load_engine(folder: Path, config: EngineConfig | None = None) -> LLMEngine:
         if config.tensor_parallel > 1:
             check_parallel(config, folder)
             workers = start_workers(folder, config)
-            return make_engine(load_model(folder, share=(0, config.tensor_parallel)), config, workers=workers)
+            loaded = load_model(folder, share=(0, config.tensor_parallel), context=config.max_model_len)
+            return make_engine(loaded, config, workers=workers)
     adapters = {} if config is None else load_adapters(folder, config)
-    return make_engine(load_model(folder), config, adapters)
+    context = None if config is None else config.max_model_len
+    return make_engine(load_model(folder, context=context), config, adapters)
 
 
 def make_engine(

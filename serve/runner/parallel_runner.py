@@ -38,7 +38,7 @@ def check_parallel(config: EngineConfig, folder: Path) -> None:
 
 def start_workers(folder: Path, config: EngineConfig) -> Workers:
     """The other processes; the cores are shared among all."""
-    return Workers(folder, config.tensor_parallel, _threads(config))
+    return Workers(folder, config.tensor_parallel, _threads(config), config.max_model_len)
 
 
 def cached_model(config: EngineConfig, model: DecoderConfig) -> DecoderConfig:

@@ -140,12 +140,13 @@ def decode_step(message: bytes) -> StepTensors:
 class Workers:
     """The other processes of a model, and the ways to them. They end with this object, and with this process."""
 
-    def __init__(self, folder: Path, ranks: int, threads: int) -> None:
+    def __init__(self, folder: Path, ranks: int, threads: int, context: int | None = None) -> None:
         """Start them; they load their parts of `folder` meanwhile.
 
         Args:
             ranks: processes in all, this one included.
             threads: of each.
+            context: as `load_model` takes it.
         """
         self.ranks = ranks
         meeting = tempfile.TemporaryDirectory(prefix="penjing-ranks-")
@@ -157,7 +158,8 @@ class Workers:
         for rank in range(1, ranks):
             ours, theirs = socket.socketpair()
             with theirs:
-                arguments = [str(folder), str(rank), str(ranks), str(theirs.fileno()), str(self.store_path)]
+                numbers = [str(number) for number in (rank, ranks, theirs.fileno(), context or "")]
+                arguments = [str(folder), *numbers, str(self.store_path)]
                 command = [_python(), "-m", "penjing.serve.runner.worker", *arguments]
                 self._channels.append(Channel(ours))
                 process = subprocess.Popen(

@@ -44,14 +44,14 @@ def follow(channel: Channel, model: Decoder, split: Split, rank: int, store: Sto
         step(decode_step(message), pool, scale)
 
 
-def _main(folder: str, rank: str, ranks: str, descriptor: str, store_path: str) -> None:
+def _main(folder: str, rank: str, ranks: str, descriptor: str, context: str, store_path: str) -> None:
     import socket
 
     from penjing.core.checkpoint.load import load_model
     from penjing.core.runtime.tensor_parallel import Split
 
     channel = Channel(socket.socket(fileno=int(descriptor)))
-    loaded = load_model(Path(folder), share=(int(rank), int(ranks)))
+    loaded = load_model(Path(folder), share=(int(rank), int(ranks)), context=int(context) if context else None)
     split = Split(loaded.config, int(ranks))
     follow(channel, loaded.model, split, int(rank), c10d.FileStore(store_path, int(ranks)))
 

@@ -13,12 +13,20 @@ from tests.conftest import random_tensors, tiny_config
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 24.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": tuple(1 + step / 8 for step in range(8)),
+    "long_factor": tuple(1.5 + step * step for step in range(8)),
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-untied": {"tie_word_embeddings": False},
     "llama-biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "llama-linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama-yarn": {"rope_scaling": YARN},
+    "llama-longrope": {"rope_scaling": LONGROPE},
     "llama-3": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "llama-3-other": {
         "rope_scaling": {

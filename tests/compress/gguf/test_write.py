@@ -26,9 +26,10 @@ from penjing.core.errors import InputError
 from penjing.core.imports.gguf_names import gguf_name_of
 from penjing.core.imports.importer import import_model
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.rope import at_context, usual_context
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
-from tests.compress.gguf.artifacts import FAMILIES, MOE, YARN, make_int8
+from tests.compress.gguf.artifacts import FAMILIES, LONGROPE, MOE, YARN, make_int8
 from tests.conftest import tiny_config
 from tests.core.imports.gguf_files import transformers_model
 from tests.disk import run_in
@@ -174,12 +175,19 @@ def test_every_family_that_comes_in_goes_out(tmp_path: Path, tiny_checkpoint: Pa
     write_gguf(checkpoint, tmp_path / "model.gguf", Silent())
     import_model(str(tmp_path / "model.gguf"), tmp_path / "back")
     back = load_model(tmp_path / "back")
+    own = dequantized(checkpoint, usual_context(checkpoint.config))
     with torch.no_grad():
-        is_close(back.model(TOKENS), dequantized(checkpoint)(TOKENS), 2**-8 if checkpoint.config.moe else 2**-9)
+        is_close(back.model(TOKENS), own(TOKENS), 2**-8 if checkpoint.config.moe or "longrope" in family else 2**-9)
     wanted, given = checkpoint.config, back.config
     assert given.rms_norm_eps == wanted.rms_norm_eps
     assert (given.bos_token_id, given.eos_token_ids, given.pad_token_id) == (0, (2,), 2)
     context = min(wanted.max_position_embeddings, wanted.sliding_window or 512)
+    if wanted.rope_scaling.rope_type == "longrope":  # imported for the original context unless another is asked for
+        import_model(str(tmp_path / "model.gguf"), tmp_path / "beyond", context=context)
+        beyond, context = load_model(tmp_path / "beyond").model, 32
+        with torch.no_grad():
+            is_close(beyond(TOKENS), dequantized(checkpoint)(TOKENS), 2**-8)  # its factor makes attention sharper
+            assert (beyond(TOKENS) - back.model(TOKENS)).std() > 0.1 * beyond(TOKENS).std()
     assert given.max_position_embeddings == context
 
 
@@ -200,9 +208,10 @@ def is_close(logits: torch.Tensor, expected: torch.Tensor, bound: float = 2**-9)
     assert error < bound
 
 
-def dequantized(checkpoint: Checkpoint) -> Decoder:
-    """The decoder that the integers and scales of a checkpoint stand for, in float32."""
-    model = Decoder(checkpoint.config)
+def dequantized(checkpoint: Checkpoint, context: int | None = None) -> Decoder:
+    """The decoder that the integers and scales of a checkpoint stand for, in float32, for another context."""
+    config = checkpoint.config
+    model = Decoder(config if context is None else at_context(config, context))
     for name, parameter in model.named_parameters():
         value = checkpoint.get(name).to(torch.float32)
         if f"{name}_scale" in checkpoint.tensor_names:
@@ -234,7 +243,10 @@ def dequantized(checkpoint: Checkpoint) -> Decoder:
         ),
         ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "'yarn' with attention_factor=1.0 has no place in GGUF"),
         ({"rope_scaling": YARN | {"truncate": False}}, "with truncate=False"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": (1.0,) * 8}}, "'longrope' is not written as GGUF"),
+        (
+            {"model_type": "qwen3", "qk_norm": True, "rope_scaling": LONGROPE},
+            "rotary scaling 'longrope' in a qwen3",
+        ),
     ],
 )
 def test_what_gguf_cannot_say_is_refused_by_name(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:

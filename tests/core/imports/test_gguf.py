@@ -167,7 +167,8 @@ def test_yarn_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"llama.rope.scaling.type": "longrope"}, "rotary scaling 'longrope' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, r"'longrope' lacks rope_factors_long\.weight"),
+        ({"llama.rope.scaling.type": "su"}, "rotary scaling 'su' of llama is not supported"),
         ({"llama.rope.scaling.type": "yarn"}, r"lacks the metadata llama\.rope\.scaling\.factor"),
         (YARN | {"llama.rope.scaling.attn_factor": 0.5}, "'yarn' with attn_factor=0.5 is not supported"),
         (YARN | {"llama.rope.scaling.yarn_log_multiplier": 0.1}, "with yarn_log_multiplier="),
