@@ -111,8 +111,13 @@ def test_the_factor_of_rotated_queries_is_that_of_transformers(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = LONGROPE | inside
-    sizes = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 1}
-    values = sizes | {"num_attention_heads": 4, "max_position_embeddings": 512, "model_type": "llama", **outside}
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 1}
+    values: dict[str, Any] = sizes | {
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "model_type": "llama",
+        **outside,
+    }
     config = decoder_config_from_hf(values | {"rope_parameters": rope}, "config.json")
     theirs = AutoConfig.for_model(**values, rope_parameters=dict(rope))
     frequencies, growth = ROPE_INIT_FUNCTIONS["longrope"](theirs, torch.device("cpu"), seq_len=512)
@@ -125,8 +130,8 @@ def test_dynamic_scaling_is_that_of_a_text_as_long_as_the_context(context: int) 
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    sizes = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 1}
-    values = sizes | {"num_attention_heads": 4, "max_position_embeddings": 512, "model_type": "llama"}
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 1}
+    values: dict[str, Any] = sizes | {"num_attention_heads": 4, "max_position_embeddings": 512, "model_type": "llama"}
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     config = decoder_config_from_hf(values | {"rope_parameters": rope}, "config.json")
     assert usual_context(config) == 512
