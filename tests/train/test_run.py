@@ -5,9 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.alarms import AlarmError
 from penjing.train.parallel.traffic import read_trace
 from penjing.train.run import train
+from tests.train.launched import Launched
 
 Losses = Callable[[Path], dict[int, float]]
 
@@ -42,36 +40,6 @@ class Notes:
 
     def note(self, message: str) -> None:
         self.lines.append(message)
-
-
-def launch(recipe: Path, *flags: str, processes: int = 0) -> subprocess.Popen[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    return subprocess.Popen(
-        [sys.executable, *torchrun, "-m", "penjing.train", str(recipe), *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], timeout: float) -> str:
-    """What the process printed; it and its children are killed when it takes longer than `timeout` seconds."""
-    try:
-        return process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        path = run / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) > step:
-            return
-        time.sleep(0.02)
-    process.kill()
-    raise AssertionError("the run did not begin in 90 s: " + process.communicate()[0])
 
 
 def test_a_recipe_becomes_a_checkpoint_that_transformers_loads(recipe: Path, tmp_path: Path, losses: Losses) -> None:
@@ -138,10 +106,10 @@ def test_a_killed_run_resumes_to_the_same_losses(recipe: Path, tmp_path: Path, l
     expected = losses(tmp_path / "whole-run")
 
     flags = [flag for setting in settings for flag in ("--set", setting)]
-    process = launch(recipe, *flags)
-    wait_for_step(tmp_path / "out-run", 16, process)
-    process.kill()
-    process.wait()
+    launched = Launched(recipe, *flags)
+    launched.wait_for_step(tmp_path / "out-run", 16)
+    launched.stop(signal.SIGKILL)
+    assert launched.finish(60) == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     newest = max((tmp_path / "out-run/checkpoints").glob("step-*"))
     (newest / "state.safetensors").write_bytes(b"damaged")  # and the one before it is used
@@ -156,13 +124,12 @@ def test_a_killed_run_resumes_to_the_same_losses(recipe: Path, tmp_path: Path, l
 
 
 def test_sigterm_saves_and_exits(recipe: Path, tmp_path: Path) -> None:
-    process = launch(recipe, "--set", "steps=100000", "--set", "checkpoint.every=100000")
-    wait_for_step(tmp_path / "out-run", 5, process)
-    process.send_signal(signal.SIGTERM)
-    output = finish(process, 60)
-    assert process.returncode == 143, output
-    stopped = re.search(r"error: stopped at step (\d+) as asked; --resume auto goes on from there", output)
-    assert stopped is not None, output
+    launched = Launched(recipe, "--set", "steps=100000", "--set", "checkpoint.every=100000")
+    launched.wait_for_step(tmp_path / "out-run", 5)
+    launched.stop()
+    assert launched.finish(60) == 143, launched.said
+    stopped = re.search(r"error: stopped at step (\d+) as asked; --resume auto goes on from there", launched.said)
+    assert stopped is not None, launched.said
     saved = list((tmp_path / "out-run/checkpoints").glob("step-*"))
     assert [path.name for path in saved] == [f"step-{int(stopped[1]):09d}"]
 
@@ -173,9 +140,9 @@ def test_two_processes_train_as_one_and_a_profile_tells_of_their_gradients(
     settings = ["steps=12", "data.micro_batch=2", "learning_rate.peak=0.005", "evaluation.every=12"]
     train(recipe, [*settings, f"output={tmp_path}/one"])
     flags = [flag for setting in settings for flag in ("--set", setting)]
-    process = launch(recipe, *flags, "--profile", processes=2)
-    output = finish(process, 240)
-    assert process.returncode == 0, output
+    launched = Launched(recipe, *flags, "--profile", processes=2)
+    assert launched.finish(240) == 0, launched.said
+    output = launched.said
     one, two = losses(tmp_path / "one-run"), losses(tmp_path / "out-run")
     assert one.keys() == two.keys()
     assert max(abs(one[step] - two[step]) for step in one) < 1e-5
@@ -200,10 +167,9 @@ def test_two_processes_train_as_one_and_a_profile_tells_of_their_gradients(
 
 @pytest.mark.full  # test_watch.py has it without a run
 def test_an_impossible_batch_is_one_error_of_all_processes(recipe: Path) -> None:
-    process = launch(recipe, "--set", "data.batch_size=7", processes=2)
-    output = finish(process, 120)
-    assert process.returncode != 0
-    assert output.count("error: data.batch_size=7 is not a multiple of the 2 processes; take 6") == 1
+    launched = Launched(recipe, "--set", "data.batch_size=7", processes=2)
+    assert launched.finish(120) != 0
+    assert launched.said.count("error: data.batch_size=7 is not a multiple of the 2 processes; take 6") == 1
 
 
 def test_an_interrupt_in_this_process_is_an_error_of_its_own(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,13 @@ says and does what a run does that was left alone."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
+from tests.forking import Forked
 from tests.train.align.killed import PHASES
 from tests.train.align.test_rollouts import recipe  # noqa: F401  # a fixture
 
@@ -33,7 +33,7 @@ def told(run: Path) -> list[dict[str, Any]]:
 
 def test_after_a_kill_in_any_phase_every_number_is_the_same(recipe: Path, tmp_path: Path) -> None:  # noqa: F811
     command = [sys.executable, "-m", "tests.train.align.killed", str(recipe), str(tmp_path), *SETTINGS]
-    subprocess.run(command, check=True, timeout=240, cwd=Path(__file__).parents[3])
+    assert Forked(command, cwd=Path(__file__).parents[3]).wait(240) == 0
     records, weights = told(tmp_path / "whole-run"), load_file(tmp_path / "whole/model.safetensors")
     answers = (tmp_path / "whole-run/answers.jsonl").read_text()
     assert sum("alarm" in record for record in records) == 1  # one that counts records across the kill

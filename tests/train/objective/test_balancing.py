@@ -27,7 +27,7 @@ from penjing.train.run import train
 from penjing.train.state.initial import decoder_weights, fill_weights
 from tests.conftest import tiny_config
 from tests.train.conftest import ListStream, token_batch
-from tests.train.test_run import finish, launch
+from tests.train.launched import Launched
 
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,
@@ -200,9 +200,8 @@ def test_two_processes_learn_as_one_though_experts_stay_idle(
     path = moe_recipe(recipe, **{"sequence_length = 24": "sequence_length = 2\nmicro_batch = 2"})
     train(path)
     alone = losses(tmp_path / "out-run")
-    process = launch(path, "--force", processes=2)
-    output = finish(process, 150)
-    assert process.returncode == 0, output
+    launched = Launched(path, "--force", processes=2)
+    assert launched.finish(150) == 0, launched.said
     together = losses(tmp_path / "out-run")
     assert together == pytest.approx(alone, abs=1e-5)
 

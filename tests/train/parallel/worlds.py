@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.forking import Forked
+
 SCRIPT = Path(__file__).with_name("matrix.py")
 
 
@@ -22,8 +24,8 @@ def run_world(
     (folder / "cases.json").write_text(json.dumps(cases))
     logs = [open(folder / f"log-{rank}", "w") for rank in range(size)]  # noqa: SIM115
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        Forked(
+            [sys.executable, script, folder], stdout=log, stderr=subprocess.STDOUT,
             env=os.environ
             | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.forking import Forked
 
 pytestmark = pytest.mark.xdist_group("watched")  # one run for all
 SCRIPT = Path(__file__).with_name("watched.py")
@@ -23,7 +24,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("watched")
     # C++ prints a stack for each connection that breaks, unless told not to: as penjing/train/__main__.py does
     environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, SCRIPT, folder], check=True, timeout=120, env=environment)
+    assert Forked([sys.executable, SCRIPT, folder], env=environment).wait(120) == 0
     return json.loads((folder / "results.json").read_text())
 
 

@@ -11,14 +11,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.train.run import train
+from penjing.train.search import trial
 from penjing.train.search.search import run_search
 from penjing.train.search.state import SearchState, read_search
 from penjing.train.search.trial import Outcome, Trials
+from tests.forking import Forked
 from tests.train.conftest import RECIPE
 
 PEAKS = (1e-3, 1e-2, 1e18)
@@ -39,7 +42,7 @@ def search_recipe(shards: Path, tmp_path: Path) -> Path:
 
 
 def test_a_search_that_was_killed_goes_on_and_its_winner_is_a_run_like_any_other(
-    search_recipe: Path, tmp_path: Path
+    search_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "search/search.json"
     command = [sys.executable, "-m", "penjing.train", "search", str(search_recipe)]
@@ -52,6 +55,9 @@ def test_a_search_that_was_killed_goes_on_and_its_winner_is_a_run_like_any_other
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     kept = read_search(file)
+    # The trials of the search that was killed were new processes, and these need not be.
+    forked = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(trial, "subprocess", forked)
 
     state = run_search(search_recipe)
     assert state.winner is not None
