@@ -119,7 +119,7 @@ def _server() -> str:
 
 
 def serve(listener: socket.socket) -> list[str]:
-    """Fork a process for each request until standard input is closed; returns in the forked ones, with their command."""
+    """Fork a process for each request until standard input is closed. Returns in a forked one, with its command."""
     statuses: dict[int, int] = {}
     wake, woken = os.pipe()
     os.set_blocking(woken, False)

@@ -29,6 +29,7 @@ from penjing.core.files import atomic_write_bytes
 from penjing.core.graph.apart import leave_whole, take_apart
 from penjing.core.graph.attention import open_attention
 from penjing.core.graph.network import Network, operator_name, propagate
+from penjing.core.graph.trace import without_stacks
 
 OPSET = 21  # the first with 16-bit types and blocks; per-channel INT8 and FP8 are in it
 IR_VERSION = 10
@@ -85,7 +86,7 @@ def _exported(network: Network) -> ExportedProgram:
         for node, spec in zip(module.graph.find_nodes(op="placeholder"), network.config.inputs, strict=True)
     }
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_stacks():
             program = torch.export.export(module, network.inputs(), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export has no base of its own for what it raises
         raise InputError(f"the network cannot be written as ONNX: {_first_line(error)}") from error
@@ -96,7 +97,7 @@ def _exported(network: Network) -> ExportedProgram:
 def _translated(program: ExportedProgram) -> ir.Model:
     table: Any = {AVERAGED: _averaged, QUANTIZED: _quantized, WIDENED: _widened}
     try:
-        with _quiet():
+        with _quiet(), without_stacks():
             made = torch.onnx.export(
                 program, opset_version=OPSET, dynamo=True, verbose=False, custom_translation_table=table
             )

@@ -28,6 +28,7 @@ from penjing.compress.prune.rules import RULES, Call, UnknownOperation, filled
 from penjing.compress.prune.units import FROZEN
 from penjing.core.errors import InputError
 from penjing.core.graph.network import propagate_module
+from penjing.core.graph.trace import without_stacks
 from penjing.kernels.dispatch import force_torch
 
 
@@ -196,7 +197,7 @@ def _export(model: nn.Module, example: tuple[Any, ...], keyword: dict[str, Any])
     training = model.training
     model.eval()
     try:
-        with force_torch():
+        with force_torch(), without_stacks():
             return torch.export.export(model, example, keyword, strict=False)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -17,15 +17,25 @@ SCRIPT = Path(__file__).with_name("matrix.py")
 
 
 def run_world(
-    folder: Path, size: int, cases: dict[str, Any], timeout_s: float = 240.0, script: Path = SCRIPT
+    folder: Path,
+    size: int,
+    cases: dict[str, Any],
+    timeout_s: float = 240.0,
+    script: Path = SCRIPT,
+    new: bool = False,
 ) -> dict[str, Any]:
-    """Results of `cases` by name, from `size` processes of `script`; their output is raised when one fails."""
+    """Results of `cases` by name, from `size` processes of `script`; their output is raised when one fails.
+
+    Args:
+        new: they are interpreters of their own, and not forked from one that has imported torch.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     logs = [open(folder / f"log-{rank}", "w") for rank in range(size)]  # noqa: SIM115
+    start = subprocess.Popen if new else Forked
     processes = [
-        Forked(
-            [sys.executable, script, folder], stdout=log, stderr=subprocess.STDOUT,
+        start(
+            [sys.executable, script, folder], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ
             | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
         )
