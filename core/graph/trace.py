@@ -27,7 +27,7 @@ BATCH = "batch"
 
 @contextmanager
 def without_stacks() -> Iterator[None]:
-    """What torch traces inside notes no lines of Python: nothing here reads them, and they take a tenth of an export."""
+    """What torch traces inside notes no lines of Python, which nothing here reads: they take a tenth of an export."""
     before = fx.config.do_not_emit_stack_traces
     fx.config.do_not_emit_stack_traces = True
     try:
