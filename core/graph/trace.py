@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
+from torch.fx import config as tracing
 from torch.utils import _pytree as pytree
 
 from penjing.core.errors import InputError
@@ -28,12 +29,12 @@ BATCH = "batch"
 @contextmanager
 def without_stacks() -> Iterator[None]:
     """What torch traces inside notes no lines of Python, which nothing here reads: they take a tenth of an export."""
-    before = fx.config.do_not_emit_stack_traces
-    fx.config.do_not_emit_stack_traces = True
+    before = tracing.do_not_emit_stack_traces
+    tracing.do_not_emit_stack_traces = True
     try:
         yield
     finally:
-        fx.config.do_not_emit_stack_traces = before
+        tracing.do_not_emit_stack_traces = before
 
 
 def from_torch(
