@@ -1,6 +1,6 @@
 """Draw docs/figures/*.svg: small files, readable on light and dark pages.
 
-python benchmarks/plot.py                    # engine.svg: the engine beside its peers
+python benchmarks/plot.py                    # engine.svg and engine-int4.svg: the engine beside its peers
 python benchmarks/plot.py attention          # attention.svg: time and memory of attention by its length
 python benchmarks/plot.py train docs/figures/decoder-tiny.svg "held-out loss=build/decoder-tiny-run"
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lib.plot_attention import draw as draw_attention
-from lib.plot_engine import FIGURES, draw_engine
+from lib.plot_engine import FIGURES, draw_engine, draw_int4
 from lib.plot_train import draw as draw_training
 from lib.plot_train import read_runs
 from lib.rows import RESULTS, read
@@ -39,6 +39,7 @@ def main() -> int:
         drawn = draw_attention(read("attention", arguments.results), arguments.out, arguments.subject)
     else:
         rows = read("engine", arguments.results), read("server", arguments.results)
+        print(draw_int4(rows[0], arguments.out))
         drawn = draw_engine(*rows, arguments.out)
     print(drawn)
     return 0

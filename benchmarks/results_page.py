@@ -114,10 +114,18 @@ HEADLINES = [  # of the README: title, benchmark, what the names of its metrics 
     ("… rise of perplexity (95 %)", "compress", "smollm2-int8-hadamard/perplexity_", "prose_rise code_rise"),
     ("… on the worst of four other kinds of text", "generalisation", "smollm2-int8-hadamard/", "worst_rise"),
     ("… by `smollm2-int8`, which every engine loads", "generalisation", "smollm2-int8/", "worst_rise"),
+    ("SmolLM2-135M in 4 bits, one stream", "engine", "int4/", "one_stream"),
+    (
+        "… off its published grid, by `smollm2-int4-qat`: rise of perplexity",
+        "compress",
+        "smollm2-int4-qat/perplexity_",
+        "prose_rise code_rise",
+    ),
+    ("… on the worst of four other kinds of text", "generalisation", "smollm2-int4-qat/", "worst_rise"),
+    ("SmolLM2-135M behind 16 384 tokens, chosen blocks of keys", "long_context", "", "decode_16384_float32_blocks"),
     ("ResNet-8 on Fashion-MNIST, pruned, in INT8", "int8", "fashion/recipe/", "accuracy size throughput"),
     ("MiniLM in INT8", "encoder", "onnxruntime-cpu/int8/", "cosine_mean throughput"),
     ("Training a decoder in BF16", "train", "", "decoder_bf16"),
-    ("Training a ResNet in BF16", "train", "", "resnet_bf16"),
 ]
 
 

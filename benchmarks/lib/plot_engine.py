@@ -1,4 +1,4 @@
-"""Draw docs/figures/engine.svg from benchmarks/results/{engine,server}.jsonl."""
+"""Draw docs/figures/engine.svg and engine-int4.svg from benchmarks/results/{engine,server}.jsonl."""
 
 from __future__ import annotations
 
@@ -17,16 +17,34 @@ TITLES = {
 }
 
 
+INT4 = "int4/"  # what the names of metrics of 4-bit weights begin with
+
+
 def draw_engine(engine: list[Row], server: list[Row], out: Path) -> Path:
     """`out/engine.svg`: tokens per second of the engine, of the engine through Triton server, and of the peers.
 
     Raises:
         InputError: there are no measured rows of the engine.
     """
-    panels = {metric: engine_bars(engine, server, metric) for metric in TITLES}
+    own = [row for row in engine if "/" not in row.metric]
+    return _draw(own, {metric: engine_bars(own, server, metric) for metric in TITLES}, out / "engine.svg")
+
+
+def draw_int4(engine: list[Row], out: Path) -> Path:
+    """`out/engine-int4.svg`: the same of 4-bit weights, beside peers in 4 bits and our own INT8.
+
+    Raises:
+        InputError: there are no measured rows of them.
+    """
+    own = [row for row in engine if row.metric.startswith(INT4)]
+    panels = {metric: engine_bars(own, [], INT4 + metric, "penjing 4 bits") for metric in TITLES}
+    return _draw(own, panels, out / "engine-int4.svg")
+
+
+def _draw(rows: list[Row], panels: dict[str, list[tuple[str, float]]], path: Path) -> Path:
     if not all(panels.values()):
         raise InputError("no engine rows to draw; run: python benchmarks/run_engine.py --peers all --through-server")
-    newest = max((row for row in engine if row.value is not None), key=lambda row: row.date)
+    newest = max((row for row in rows if row.value is not None), key=lambda row: row.date)
     plot, figure, axes = _panels(len(panels), max(len(bars) for bars in panels.values()))
     names = [name for name, _ in panels["streams_16"]]
     colours = [OURS if name.startswith("penjing") else OTHERS for name in names]
@@ -39,15 +57,17 @@ def draw_engine(engine: list[Row], server: list[Row], out: Path) -> Path:
         axis.set_xlim(0, 1.22 * max(values))  # room for the labels
     caption = f"new tokens per second (prefill: prompt tokens) · {newest.device}, {newest.cores} cores"
     figure.supxlabel(caption, fontsize=9, color=INK)
-    return _save(plot, figure, out / "engine.svg")
+    return _save(plot, figure, path)
 
 
-def engine_bars(engine: list[Row], server: list[Row], metric: str) -> list[tuple[str, float]]:
+def engine_bars(
+    engine: list[Row], server: list[Row], metric: str, name: str = "penjing INT8"
+) -> list[tuple[str, float]]:
     """(name, tokens/s), the slowest first; a peer's speed is ours ÷ the ratio of the same run."""
     ours = [row for row in engine if row.metric == metric and row.value is not None]
     if not ours:
         return []
-    bars = {"penjing INT8": max(ours, key=lambda row: row.date).value}
+    bars = {name: max(ours, key=lambda row: row.date).value}
     for row in latest([row for row in server if row.metric == metric and row.value is not None]):
         bars["penjing via Triton server"] = row.value
     for row in latest(ours):

@@ -45,6 +45,18 @@ def test_the_figure_is_small_text_on_no_background_and_repeats(tmp_path: Path):
     assert b"fill: #000000" not in first
 
 
+def test_four_bits_have_a_figure_of_their_own(tmp_path: Path):
+    int4 = [row.model_copy(update={"metric": f"int4/{row.metric}"}) for row in rows_of(300.0)]
+    rows = [*rows_of(200.0), *int4]
+    text = " ".join(ElementTree.fromstring(plot.draw_int4(rows, tmp_path).read_bytes()).itertext())
+    assert "penjing 4 bits" in text
+    assert "600" in text
+    assert "400" not in text
+    assert (
+        plot.draw_engine(rows, [], tmp_path).read_bytes() == plot.draw_engine(rows_of(200.0), [], tmp_path).read_bytes()
+    )
+
+
 @pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
 @pytest.mark.parametrize("colour", [plot.INK, plot.OURS, plot.OTHERS])
 def test_colours_stand_out_on_light_and_dark_pages(colour, background):
