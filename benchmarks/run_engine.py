@@ -3,10 +3,13 @@
     python benchmarks/run_engine.py                     # against transformers FP32 eager
     python benchmarks/run_engine.py --peers all         # and llama_cpp, openvino, ort_genai, vllm (made on first use)
     python benchmarks/run_engine.py --through-server    # also through Triton server, in the same rounds
-    python benchmarks/run_engine.py build/smollm2-int4 --peers all      # 4 bits beside 4 bits, and beside our INT8
+    python benchmarks/run_engine.py build/smollm2-int4 --peers all      # 4 bits beside 4 bits, and beside 8
+    python benchmarks/run_engine.py build/gemma3-int4 --checkpoint build/gemma3 --peers all     # another model
 
 The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds. Rows of an
-artifact in 4 bits are called int4/….
+artifact in 4 bits are called int4/…, those of another model than SmolLM2 begin with the name of its checkpoint's
+folder. Where no other program reads that checkpoint, peers run the GGUF file that it was imported from, and our own
+artifact in 8 bits is build/NAME-int8.
 """
 
 from __future__ import annotations
@@ -22,13 +25,23 @@ from lib.contestants import (
     Outcome,
     choose,
     four_bit_peers,
+    gguf_peers,
     peers,
     penjing,
     penjing_server,
     prepare,
     run_rounds,
 )
-from lib.models import ARTIFACT, add_arguments, make_models, make_prompts, say, warn_if_busy
+from lib.models import (
+    ARTIFACT,
+    CHECKPOINT,
+    add_arguments,
+    gguf_of,
+    make_models,
+    make_prompts,
+    say,
+    warn_if_busy,
+)
 from lib.rows import RESULTS, Row, append, new_row
 from run_server import server_rows
 
@@ -49,13 +62,17 @@ def main() -> int:
 
     checkpoint, artifact = make_models(arguments.checkpoint, arguments.model)
     four = has_four_bits(artifact)
-    known = four_bit_peers(ARTIFACT) if four else peers(checkpoint)
+    gguf = None if arguments.peers == "none" else gguf_of(checkpoint)
+    if gguf is not None:
+        known = gguf_peers(checkpoint.name, checkpoint.with_name(f"{checkpoint.name}-int8"))
+    else:
+        known = four_bit_peers(ARTIFACT) if four else peers(checkpoint)
     contestants: list[Contestant] = [penjing(artifact)]
     unmade: dict[str, str] = {}
     for name in choose(arguments.peers, list(known)):
         try:
             say(f"{name}: environment and model files")
-            prepare(known[name], checkpoint)
+            prepare(known[name], gguf or checkpoint)
             contestants.append(known[name])
         except SetupError as error:
             unmade[name] = str(error)
@@ -74,7 +91,8 @@ def main() -> int:
     )
     outcome.missing |= unmade
     runs = arguments.rounds * arguments.runs
-    append("engine", engine_rows(outcome, runs, "int4/" if four else ""), arguments.results)
+    prefix = ("" if checkpoint == CHECKPOINT else f"{checkpoint.name}/") + ("int4/" if four else "")
+    append("engine", engine_rows(outcome, runs, prefix), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)
     return 0

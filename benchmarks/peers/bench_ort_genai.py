@@ -1,4 +1,4 @@
-"""bench_ort_genai.py MODEL PROMPTS RUNS THREADS: ONNX Runtime GenAI, INT8 weights, static batch."""
+"""bench_ort_genai.py MODEL PROMPTS RUNS THREADS: ONNX Runtime GenAI, static batch."""
 
 # pyright: reportMissingImports=false
 
@@ -28,7 +28,8 @@ def main(model_folder: str, prompts: str, runs: int, threads: int) -> None:
             generator.generate_next_token()
         return time.perf_counter() - start
 
-    report(f"ONNX Runtime GenAI {og.__version__} INT8 weights", measure(seconds, read_prompts(prompts), runs))
+    bits = "INT4" if model_folder.endswith("int4") else "INT8"
+    report(f"ONNX Runtime GenAI {og.__version__} {bits} weights", measure(seconds, read_prompts(prompts), runs))
 
 
 if __name__ == "__main__":

