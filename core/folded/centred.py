@@ -9,7 +9,7 @@ embedding keeps rows that are not centred, and is a matrix of its own from then 
 from __future__ import annotations
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Family, Fold, Values, config_of, number_of, partial_of, sliding_of
+from penjing.core.folded.fold import Family, Fold, Values, config_of, flag_of, number_of, partial_of, sliding_of
 
 _GELUS = {"gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 _TANH_FIRST = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
@@ -17,7 +17,7 @@ _ONE_NORM = {"post_attention_layernorm": "input_layernorm"}
 
 
 def _starcoder2(values: Values, source: str) -> Fold:
-    bias = ("qkv", "out", "mlp") if _flag(values, "use_bias", source) else ()
+    bias = ("qkv", "out", "mlp") if flag_of(values, "use_bias", source) else ()
     changes, how = _centred(values, source, "norm", "shift", *bias)
     changes["sliding_window"] = values.get("sliding_window")
     names = {"mlp.gate_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
@@ -33,13 +33,13 @@ def _phi(values: Values, source: str) -> Fold:
 
 
 def _gpt_neox(values: Values, source: str) -> Fold:
-    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
+    bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     changes, how = _centred(values, source, "norm", "shift", "mlp", *bias)
     named = _named(values, "layer_norm_eps")
     for theirs, ours in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
         if theirs in values:
             named[ours] = values[theirs]
-    parallel = _flag(values, "use_parallel_residual", source)
+    parallel = flag_of(values, "use_parallel_residual", source)
     config, rotary = partial_of(named, source, **changes, **_gateless(values), parallel=parallel)
     return Fold(
         config,
@@ -61,7 +61,7 @@ def _gpt_neox(values: Values, source: str) -> Fold:
 
 def _cohere(values: Values, source: str) -> Fold:
     _refuse(values, source, "use_qk_norm")
-    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
+    bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     changes, how = _centred(values, source, "norm", *bias)
     if values["model_type"] == "cohere2":
         changes |= sliding_of(values, source, values.get("sliding_window_pattern", 4))
@@ -72,26 +72,34 @@ def _cohere(values: Values, source: str) -> Fold:
 
 def _stablelm(values: Values, source: str) -> Fold:
     _refuse(values, source, "qk_layernorm")
-    bias = ("qkv",) if _flag(values, "use_qkv_bias", source) else ()
-    parallel = _flag(values, "use_parallel_residual", source)
+    bias = ("qkv",) if flag_of(values, "use_qkv_bias", source) else ()
+    parallel = flag_of(values, "use_parallel_residual", source)
     changes, how = _centred(values, source, "norm", "shift", *bias)
     config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, parallel=parallel)
     return Fold(config, _ONE_NORM if parallel else {}, rotary=rotary, **how)
 
 
 def _nemotron(values: Values, source: str) -> Fold:
-    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
-    bias += ("mlp",) if _flag(values, "mlp_bias", source) else ()
+    bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
+    bias += ("mlp",) if flag_of(values, "mlp_bias", source) else ()
     changes, how = _centred(values, source, "norm", "shift", *bias)
     gateless: Values = {"mlp_gated": False, "activation": "relu2"}
     config, rotary = partial_of(_named(values, "norm_eps"), source, **changes, **gateless)
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, plus_one=True, rotary=rotary, **how)
 
 
+def _jais2(values: Values, source: str) -> Fold:
+    bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
+    bias += ("mlp",) if flag_of(values, "mlp_bias", source) else ()
+    changes, how = _centred(values, source, "norm", "shift", *bias)
+    config = config_of(_named(values, "layer_norm_eps"), source, **changes, mlp_gated=False, activation="relu2")
+    return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, **how)
+
+
 def _olmo(values: Values, source: str) -> Fold:
     _refuse(values, source, "clip_qkv")
-    bias = ("qkv", "out") if _flag(values, "attention_bias", source) else ()
-    tied = _flag(values, "tie_word_embeddings", source)
+    bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
+    tied = flag_of(values, "tie_word_embeddings", source)
     changes, how = _centred(values | {"tie_word_embeddings": False}, source, *bias)
     changes["tie_word_embeddings"] = tied
     config = config_of(values | {"rms_norm_eps": 1e-5}, source, **changes)
@@ -100,7 +108,7 @@ def _olmo(values: Values, source: str) -> Fold:
 
 def _centred(values: Values, source: str, *stored: str) -> tuple[Values, Values]:
     """Fields of the network, and of its `Fold`, where the folder holds what `stored` names."""
-    shift, tied = "shift" in stored, _flag(values, "tie_word_embeddings", source)
+    shift, tied = "shift" in stored, flag_of(values, "tie_word_embeddings", source)
     changes = {
         "attention_bias": shift or "qkv" in stored,
         "attention_output_bias": "out" in stored,
@@ -124,13 +132,6 @@ def _refuse(values: Values, source: str, *names: str) -> None:
     for name in names:
         if values.get(name):
             raise InputError(f"{source}: {name}={values[name]!r} is not supported")
-
-
-def _flag(values: Values, name: str, source: str) -> bool:
-    value = values[name]
-    if not isinstance(value, bool):
-        raise InputError(f"{source}: {name} must be true or false (got {value!r})")
-    return value
 
 
 _COHERE: Values = {
@@ -198,6 +199,17 @@ CENTRED: dict[str, Family] = {
             "partial_rotary_factor": 0.5,
             "attention_bias": False,
             "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+        ("relu2",),
+    ),
+    "jais2": Family(
+        _jais2,
+        {
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
             "tie_word_embeddings": False,
         },
         ("relu2",),

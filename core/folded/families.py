@@ -21,21 +21,19 @@ from penjing.core.folded.fold import (
     ropes_of,
     sliding_of,
 )
-from penjing.core.models.config import DecoderConfig
+from penjing.core.folded.gemma import GEMMAS
+from penjing.core.folded.granite import GRANITES
 from penjing.core.models.hf_config import FOLDED
+from penjing.core.models.hf_variants import latent_from_hf
 
-_AROUND = {
-    "attention_output_norm": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "mlp_output_norm": "post_feedforward_layernorm",
-}
 _AROUND_GLM = {
     "attention_output_norm": "post_self_attn_layernorm",
     "mlp_output_norm": "post_mlp_layernorm",
 }
 _AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 
-_NONE = ("final_logit_softcapping", "attn_logit_softcapping")  # null says that there is none, not what is usual
+# null says that there is none, not what is usual
+_NONE = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank")
 
 
 def folds(values: Values) -> bool:
@@ -53,7 +51,7 @@ def fold_from_hf(values: Values, source: str) -> Fold:
     kind = values["model_type"]
     family = _FAMILIES[kind]
     named = values.get("architectures") or [FOLDED[kind]]
-    if not isinstance(named, list) or FOLDED[kind] not in named:
+    if not isinstance(named, list) or not {FOLDED[kind], family.also} & set(map(str, named)):
         said = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         raise InputError(f"{source}: {said} is not a language model; take a {FOLDED[kind]} folder")
     given = family.defaults | {name: each for name, each in values.items() if each is not None or name in _NONE}
@@ -62,52 +60,6 @@ def fold_from_hf(values: Values, source: str) -> Fold:
         known = " or ".join(family.activations)
         raise InputError(f"{source}: the activation {activation!r} of {kind} is not supported; {known} is")
     return family.read(given | {"hidden_act": activation}, source)
-
-
-def _gemma3(values: Values, source: str) -> Fold:
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
-        if values.get(name):
-            raise InputError(f"{source}: {name}={values[name]!r} is not supported")
-    rope, local = ropes_of(values, source, 1e6, 1e4)
-    sliding = sliding_of(values, source, values.get("sliding_window_pattern", 6))
-    kinds = ["local" if kind == "sliding_attention" else "main" for kind in sliding["layer_types"]]
-    changes = {"norms": "around", "qk_norm": True, "activation": "gelu_tanh", "layer_rotary": kinds}
-    config = config_of(values, source, rope, **changes, **sliding, rope_local_theta=local)
-    return _gemma(config, values, source)
-
-
-def _gemma2(values: Values, source: str) -> Fold:
-    if values.get("use_bidirectional_attention"):
-        raise InputError(f"{source}: use_bidirectional_attention is not supported")
-    caps = {"final_logit_softcapping": "logit_cap", "attn_logit_softcapping": "attention_cap"}
-    capped = {ours: number_of(values, name, source) for name, ours in caps.items() if values[name] is not None}
-    changes: Values = capped | sliding_of(values, source, 2)
-    config = config_of(values, source, norms="around", activation="gelu_tanh", **changes)
-    return _gemma(config, values, source)
-
-
-def _gemma(config: DecoderConfig, values: Values, source: str) -> Fold:
-    scale = number_of(values, "query_pre_attn_scalar", source)
-    return Fold(
-        config,
-        _AROUND,
-        plus_one=True,
-        embedding=config.hidden_size**0.5,
-        final=config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0,
-        query=(config.head_dim / scale) ** 0.5,
-    )
-
-
-def _granite(values: Values, source: str) -> Fold:
-    config = config_of(values, source)
-    embedding = number_of(values, "embedding_multiplier", source)
-    return Fold(
-        config,
-        embedding=embedding,
-        final=1 / (number_of(values, "logits_scaling", source) * (embedding if config.tie_word_embeddings else 1.0)),
-        query=number_of(values, "attention_multiplier", source) * config.head_dim**0.5,
-        residual=number_of(values, "residual_multiplier", source),
-    )
 
 
 def _smollm3(values: Values, source: str) -> Fold:
@@ -181,6 +133,51 @@ def _arcee(values: Values, source: str) -> Fold:
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"})
 
 
+def _internlm3(values: Values, source: str) -> Fold:
+    names = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    given = {ours: values[theirs] for theirs, ours in names.items() if theirs in values}
+    return Fold(config_of(values | given, source))
+
+
+def _iquestcoder(values: Values, source: str) -> Fold:
+    for name in ("clip_qkv", "use_sliding_window"):
+        if values.get(name):
+            raise InputError(f"{source}: {name}={values[name]!r} is not supported")
+    return Fold(config_of(values, source))
+
+
+def _cwm(values: Values, source: str) -> Fold:
+    layers = count_of(values, "num_hidden_layers", source)
+    usual = ["full_attention" if layer % 4 == 0 else "sliding_attention" for layer in range(layers)]
+    return Fold(config_of(values, source, **sliding_of({"layer_types": usual} | values, source, 0)))
+
+
+def _ministral3(values: Values, source: str) -> Fold:
+    """Within the original context of YaRN, beyond which queries grow with their position."""
+    rope = values["rope_parameters"]
+    if not isinstance(rope, dict) or rope.get("original_max_position_embeddings") is None:
+        raise InputError(f"{source}: rope_parameters lack original_max_position_embeddings; get the complete file")
+    original = number_of(rope, "original_max_position_embeddings", source)
+    context = int(min(original, number_of(values, "max_position_embeddings", source)))
+    return Fold(config_of(values, source, max_position_embeddings=context, sliding_window=values.get("sliding_window")))
+
+
+def _youtu(values: Values, source: str) -> Fold:
+    latent = latent_from_hf(values, "deepseek_v3", source)
+    assert latent is not None  # such a type has it
+    size = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+    heads = {"head_dim": size, "num_key_value_heads": values.get("num_attention_heads")}
+    return Fold(config_of(values | heads, source, latent_attention=latent))
+
+
+def _nanochat(values: Values, source: str) -> Fold:
+    cap = values["final_logit_softcapping"]
+    capped: Values = {} if cap is None else {"logit_cap": number_of(values, "final_logit_softcapping", source)}
+    config = config_of(values, source, qk_norm=True, mlp_gated=False, activation="relu2", **capped)
+    names = {"mlp.gate_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+    return Fold(config, names, plain_norms=True, normed=True, backwards=True)
+
+
 def _ministral(values: Values, source: str) -> Fold:
     return Fold(config_of(values, source, **sliding_of(values, source, 0)))
 
@@ -190,100 +187,121 @@ def _seed_oss(values: Values, source: str) -> Fold:
 
 
 # What transformers assumes when a config.json leaves the field out.
-_FAMILIES: dict[str, Family] = {
-    "gemma3_text": Family(
-        _gemma3,
-        {
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
-        },
-        ("gelu_pytorch_tanh",),
-    ),
-    "gemma2": Family(
-        _gemma2,
-        {
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 8192,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
-        ("gelu_pytorch_tanh",),
-    ),
-    "arcee": Family(_arcee, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("relu2",)),
-    "granite": Family(
-        _granite,
-        {
-            "max_position_embeddings": 2048,
-            **dict.fromkeys(
-                ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0
-            ),
-        },
-    ),
-    "smollm3": Family(
-        _smollm3,
-        {
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 4,
-            "no_rope_layer_interval": 4,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "olmo2": Family(_olmo2, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
-    "olmo3": Family(_olmo3, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096}),
-    "phi3": Family(_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
-    "exaone4": Family(_exaone4, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "num_key_value_heads": 32}),
-    "glm": Family(
-        _glm,
-        {
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1.5625e-7,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "eos_token_id": [151329, 151336, 151338],
-        },
-    ),
-    "glm4": Family(
-        _glm,
-        {
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1.5625e-7,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "eos_token_id": [151329, 151336, 151338],
-        },
-    ),
-    "helium": Family(
-        _interleaved,
-        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128},
-    ),
-    "ernie4_5": Family(
-        _interleaved,
-        {
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "ministral": Family(
-        _ministral, {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
-    ),
-    "seed_oss": Family(
-        _seed_oss,
-        {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
-    ),
-} | CENTRED
+_FAMILIES: dict[str, Family] = (
+    {
+        "arcee": Family(_arcee, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("relu2",)),
+        "smollm3": Family(
+            _smollm3,
+            {
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "no_rope_layer_interval": 4,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "olmo2": Family(_olmo2, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+        "olmo3": Family(_olmo3, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096}),
+        "phi3": Family(_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
+        "exaone4": Family(_exaone4, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "num_key_value_heads": 32}),
+        "glm": Family(
+            _glm,
+            {
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1.5625e-7,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "attention_bias": True,
+                "partial_rotary_factor": 0.5,
+                "eos_token_id": [151329, 151336, 151338],
+            },
+        ),
+        "glm4": Family(
+            _glm,
+            {
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1.5625e-7,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "attention_bias": True,
+                "partial_rotary_factor": 0.5,
+                "eos_token_id": [151329, 151336, 151338],
+            },
+        ),
+        "helium": Family(
+            _interleaved,
+            {"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128},
+        ),
+        "ernie4_5": Family(
+            _interleaved,
+            {
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "ministral": Family(
+            _ministral, {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+        ),
+        "internlm3": Family(
+            _internlm3,
+            {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128},
+            also="LlamaForCausalLM",
+        ),
+        "iquestcoder": Family(
+            _iquestcoder,
+            {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128},
+            also="LlamaForCausalLM",
+        ),
+        "cwm": Family(
+            _cwm,
+            {
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "sliding_window": 8192,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "high_freq_factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                },
+                "bos_token_id": 128000,
+                "eos_token_id": [128001, 128008, 128009],
+            },
+        ),
+        "ministral3": Family(
+            _ministral3,
+            {
+                "max_position_embeddings": 262144,
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "mscale": 1.0,
+                },
+            },
+        ),
+        "nanochat": Family(_nanochat, {"max_position_embeddings": 2048, "final_logit_softcapping": 15.0}, ("relu2",)),
+        "youtu": Family(_youtu, {"max_position_embeddings": 131072, "tie_word_embeddings": True}),
+        "seed_oss": Family(
+            _seed_oss,
+            {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        ),
+    }
+    | CENTRED
+    | GEMMAS
+    | GRANITES
+)

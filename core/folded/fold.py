@@ -30,13 +30,16 @@ class Fold:
         plus_one: norms multiply by 1 + w.
         embedding, final: factors of the embedding and of the last norm.
         query: factor of the queries.
-        residual: factor of what attention and MLP add.
+        residual: factor of what attention and MLP add: of their last matrix, or of the norm behind it.
         rotary: dimensions of a head that rotate, the first ones.
         interleaved: 2i and 2i + 1 rotate together there; else i and i + rotary / 2.
+        backwards: all rotate the other way there, which is the same of heads whose halves are exchanged.
         centred: norms subtract the mean there (see `FoldedCheckpoint`).
         stored: of a folder with centred norms what it holds of "norm" (weights of norms), "shift" (their biases) and
             biases of "qkv", "out", "mlp", "head". What it does not hold is 1 or 0.
         tied: the head is the embedding there.
+        plain_norms: norms have no weights there.
+        normed: the embedding passes the last norm, before the first layer, too.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
     """
 
@@ -54,9 +57,12 @@ class Fold:
     residual: float = 1.0
     rotary: int = 0
     interleaved: bool = False
+    backwards: bool = False
     centred: bool = False
     stored: frozenset[str] = frozenset()
     tied: bool = False
+    plain_norms: bool = False
+    normed: bool = False
     unused: tuple[str, ...] = ()
 
 
@@ -67,11 +73,13 @@ class Family:
     Attributes:
         defaults: what transformers assumes when a config.json leaves the field out.
         activations: what it may name; the first is assumed.
+        also: another architecture that such a folder may name.
     """
 
     read: Callable[[Values, str], Fold]
     defaults: Values
     activations: tuple[str, ...] = ("silu", "swish")
+    also: str | None = None
 
 
 def config_of(values: Values, source: str, rope: Values | None = None, **changes: Any) -> DecoderConfig:
@@ -165,4 +173,11 @@ def count_of(values: Values, name: str, source: str) -> int:
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 10_000:
         raise InputError(f"{source}: {name} must be a positive whole number (got {value!r})")
+    return value
+
+
+def flag_of(values: Values, name: str, source: str) -> bool:
+    value = values[name]
+    if not isinstance(value, bool):
+        raise InputError(f"{source}: {name} must be true or false (got {value!r})")
     return value

@@ -17,6 +17,7 @@ from penjing.core.models.rope import yarn_magnitudes
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj")
 _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+_AFTER = ("attention_output_norm.", "mlp_output_norm.")
 _BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
 
 
@@ -43,7 +44,8 @@ class FoldedCheckpoint(Checkpoint):
         """See `Checkpoint`."""
         if not self._holds(name):
             module, _, kind = name.rpartition(".")
-            return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (self.config.hidden_size,)
+            norm = self.config.head_dim if module.endswith((".q_norm", ".k_norm")) else self.config.hidden_size
+            return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
         theirs, rows = self._place(name)
         first, *others = super().shape(theirs)
         return (first if rows is None else rows.count(first), *others)
@@ -56,9 +58,9 @@ class FoldedCheckpoint(Checkpoint):
         return self.dtype(f"{module}.weight" if kind == "bias" else "model.embed_tokens.weight")
 
     def _holds(self, name: str) -> bool:
-        """Whether the folder holds the tensor `name`; of one with centred norms the others are 1 or 0 at first."""
+        """Whether the folder holds the tensor `name`; the others are 1 or, of one with centred norms, 0 at first."""
         if not self._fold.centred:
-            return True
+            return not (self._fold.plain_norms and name.endswith("norm.weight"))
         module, _, kind = name.rpartition(".")
         if module.endswith("norm"):
             part = "norm" if kind == "weight" else "shift"
@@ -70,6 +72,8 @@ class FoldedCheckpoint(Checkpoint):
 
     def _plain(self, name: str) -> torch.Tensor:
         """The tensor without what centred norms need."""
+        if not self._holds(name):
+            return self._changed(name, torch.ones(self.shape(name)))
         theirs, rows = self._place(name)
         tensor = super().get(theirs)
         return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
@@ -77,7 +81,7 @@ class FoldedCheckpoint(Checkpoint):
     def _centred(self, name: str) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
         if module.endswith("norm") and not self._holds(name):
-            return self._changed(name, torch.ones(self.config.hidden_size))
+            return self._plain(name)
         if kind == "weight" and not module.endswith((*_WRITERS, "embed_tokens")):
             return self._plain(name)
         wide = self._plain(name).double() if self._holds(name) else torch.zeros(self.shape(name), dtype=torch.float64)
@@ -98,6 +102,9 @@ class FoldedCheckpoint(Checkpoint):
         layer, leaf = _split(name)
         norm = leaf.endswith("norm.weight")
         wide = tensor.to(torch.float64)
+        embedding = layer is None and leaf == "model.embed_tokens.weight"
+        if embedding and fold.normed:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
         if norm and fold.plus_one:
             wide = wide + 1.0
         heads = leaf.startswith(("self_attn.q_", "self_attn.k_"))
@@ -112,13 +119,14 @@ class FoldedCheckpoint(Checkpoint):
             leaf == "self_attn.q_proj.bias" and not config.qk_norm
         ):
             factor = fold.query
-        elif leaf.startswith(("self_attn.o_proj.", "mlp.down_proj.")):
+        elif leaf.startswith(("self_attn.o_proj.", "mlp.down_proj.") if config.norms == "before" else _AFTER):
             factor = fold.residual
-        elif layer is None and leaf == "model.embed_tokens.weight":
+        elif embedding:
             factor = fold.embedding
         elif layer is None and norm:
             factor = fold.final
-        if factor == 1.0 and not (norm and fold.plus_one) and not (heads and self._order is not None):
+        changed = (norm and fold.plus_one) or (embedding and fold.normed) or (heads and self._order is not None)
+        if factor == 1.0 and not changed:
             return tensor
         return (wide * factor).to(torch.float32)
 
@@ -206,7 +214,7 @@ def _rotary_order(fold: Fold) -> torch.Tensor | None:
     size = fold.config.head_dim
     rotary = fold.rotary or size
     if rotary == size and not fold.interleaved:
-        return None
+        return torch.arange(size).view(2, -1).flip(0).flatten() if fold.backwards else None
     dims = torch.arange(rotary)
     pairs = dims.view(-1, 2).t() if fold.interleaved else dims.view(2, -1)
     rest = torch.arange(rotary, size).view(2, -1)

@@ -59,6 +59,17 @@ FOLDED = {
     "stablelm": "StableLmForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "olmo": "OlmoForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+    "cwm": "CwmForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "youtu": "YoutuForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

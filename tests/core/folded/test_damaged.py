@@ -20,13 +20,19 @@ FIELDS = (
     "logits_scaling", "attention_multiplier", "residual_multiplier", "final_logit_softcapping",
     "attn_logit_softcapping", "layer_norm_eps", "norm_epsilon", "norm_eps", "rotary_pct", "rotary_emb_base",
     "use_parallel_residual", "use_qkv_bias", "qk_layernorm", "use_qk_norm", "logit_scale", "clip_qkv", "mlp_bias",
+    "shared_intermediate_size", "num_local_experts", "position_embedding_type", "use_post_norm", "qkv_bias", "bias",
+    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "original_max_position_embeddings",
 )  # fmt: skip
+NEEDS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"}
+}
 SECTIONS = ("full_attention", "sliding_attention", "rope_theta", "rope_type", "partial_rotary_factor", "factor")
 
 
 @pytest.mark.parametrize("kind", sorted(FOLDED))
 def test_any_damaged_value_is_read_or_refused(kind: str) -> None:
     whole: dict[str, Any] = SMALL | {"model_type": kind, "head_dim": 16, "architectures": [FOLDED[kind]]}
+    whole |= NEEDS.get(kind, {})
     fold_from_hf(whole | {"attention_bias": False}, "config.json")
     changes: list[dict[str, Any]] = [{name: odd} for name in FIELDS for odd in ODD]
     for section in ("rope_parameters", "rope_scaling"):

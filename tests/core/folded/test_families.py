@@ -17,7 +17,7 @@ from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
 
-PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 48,
@@ -47,6 +47,25 @@ LONGROPE: dict[str, Any] = {
 }
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 CAPS = {"final_logit_softcapping": 1.5, "attn_logit_softcapping": 2.0}
+GRANITE_4: dict[str, Any] = {
+    "layer_types": ["full_attention"] * 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 72,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0156,
+    "mamba_n_heads": 4,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+LLAMA_4 = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
     "gemma3_scaled": (
@@ -137,6 +156,31 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "stablelm_parallel": ("stablelm", {"rope_parameters": PARTIAL, "use_parallel_residual": True}, "penjing"),
     "nemotron": ("nemotron", {"rope_parameters": PARTIAL}, "penjing"),
     "nemotron_bias": ("nemotron", {"rope_parameters": PARTIAL, "attention_bias": True, "mlp_bias": True}, "penjing"),
+    "gemma": ("gemma", {"head_dim": 16}, "penjing"),
+    "gemma_untied": ("gemma", {"head_dim": 12, "tie_word_embeddings": False, "attention_bias": True}, "penjing"),
+    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20} | CAPS, "penjing"),
+    "granite_4": ("granitemoehybrid", GRANITE_4 | {"position_embedding_type": "rope"}, "llama"),
+    "granite_4_nope": ("granitemoehybrid", GRANITE_4 | {"tie_word_embeddings": True}, "penjing"),
+    "hyperclovax": (
+        "hyperclovax",
+        {"embedding_multiplier": 10.0, "logits_scaling": 0.125, "residual_multiplier": 0.3},
+        "penjing",
+    ),
+    "hyperclovax_before": (
+        "hyperclovax",
+        {"use_post_norm": False, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "tie_word_embeddings": True},
+        "llama",
+    ),
+    "internlm3": ("internlm3", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, "llama"),
+    "iquestcoder": ("iquestcoder", {"head_dim": 12}, "llama"),
+    "cwm": ("cwm", {"head_dim": 16, "sliding_window": 10}, "penjing"),
+    "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4}, "llama"),
+    "ministral3_window": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4, "sliding_window": 9}, "mistral"),
+    "youtu": ("youtu", LATENT, "penjing"),
+    "youtu_plain": ("youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}, "penjing"),
+    "nanochat": ("nanochat", {"final_logit_softcapping": 1.5}, "penjing"),
+    "jais2": ("jais2", {}, "penjing"),
+    "jais2_plain": ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}, "penjing"),
     "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
     "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
 }
@@ -205,6 +249,13 @@ def test_what_transformers_reads_again_is_the_same(tmp_path: Path, tiny_checkpoi
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("gpt_neox", {"use_parallel_residual": "yes"}, "use_parallel_residual must be true or false"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive number"),
+        ("granite_4", {"layer_types": ["attention", "mamba"] * 2}, "names layers without attention"),
+        ("granite_4", {"num_local_experts": 4}, "num_local_experts=4: experts of granitemoehybrid"),
+        ("granite_4", {"position_embedding_type": "learned"}, "position_embedding_type 'learned' is not supported"),
+        ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "lack original_max_position"),
+        ("hyperclovax", {"use_post_norm": 1}, "use_post_norm must be true or false"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),
     ],
 )

@@ -1,0 +1,73 @@
+"""Granite and its kin: embeddings, residuals, scores and logits are multiplied by numbers of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penjing.core.errors import InputError
+from penjing.core.folded.fold import Family, Fold, Values, config_of, count_of, flag_of, number_of
+from penjing.core.models.config import DecoderConfig
+
+
+def _granite(values: Values, source: str) -> Fold:
+    return _scaled(config_of(values, source), values, source)
+
+
+def _granite_hybrid(values: Values, source: str) -> Fold:
+    """Granite 4 where it is a plain decoder: attention in all layers and no experts beside the MLP."""
+    kinds = values.get("layer_types") or values.get("layers_block_type") or ["mamba"]
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"attention", "full_attention"}:
+        raise InputError(f"{source}: layer_types names layers without attention, which are not supported")
+    if values.get("num_local_experts"):
+        many = values["num_local_experts"]
+        raise InputError(f"{source}: num_local_experts={many!r}: experts of granitemoehybrid are not supported")
+    position = values.get("position_embedding_type")
+    if position not in ("rope", "nope", None):
+        raise InputError(f"{source}: position_embedding_type {position!r} is not supported; rope, nope and null are")
+    layers = count_of(values, "num_hidden_layers", source)
+    rotary = None if position == "rope" else ["none"] * layers
+    config = config_of(values | {"intermediate_size": values["shared_intermediate_size"]}, source, layer_rotary=rotary)
+    names = {"mlp.gate_up_proj": "shared_mlp.input_linear", "mlp.down_proj": "shared_mlp.output_linear"}
+    return _scaled(config, values, source, names, fused_mlp=True)
+
+
+def _hyperclovax(values: Values, source: str) -> Fold:
+    """Logits are multiplied where Granite divides them, and norms may stand behind attention and MLP, too."""
+    around = flag_of(values, "use_post_norm", source)
+    changes: Values = {"norms": "around"} if around else {}
+    config = config_of(values, source, **changes)
+    values = values | {"logits_scaling": 1 / number_of(values, "logits_scaling", source)}
+    names = {"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"} if around else {}
+    return _scaled(config, {"attention_multiplier": config.head_dim**-0.5} | values, source, names)
+
+
+def _scaled(config: DecoderConfig, values: Values, source: str, names: Values | None = None, **how: Any) -> Fold:
+    embedding = number_of(values, "embedding_multiplier", source)
+    tied = embedding if config.tie_word_embeddings else 1.0
+    return Fold(
+        config,
+        names or {},
+        embedding=embedding,
+        final=1 / (number_of(values, "logits_scaling", source) * tied),
+        query=number_of(values, "attention_multiplier", source) * config.head_dim**0.5,
+        residual=number_of(values, "residual_multiplier", source),
+        **how,
+    )
+
+
+_ONES: Values = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
+# What transformers assumes when a config.json leaves the field out.
+GRANITES: dict[str, Family] = {
+    "granite": Family(_granite, {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ONES}),
+    "granitemoehybrid": Family(
+        _granite_hybrid,
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            **_ONES,
+        },
+    ),
+    "hyperclovax": Family(_hyperclovax, {"max_position_embeddings": 2048, "use_post_norm": True, **_ONES}),
+}
