@@ -41,7 +41,7 @@ This page is made of the rows that the benchmarks append: `python benchmarks/res
 - *Runs* is the number of repetitions behind a value; some values were computed and not measured.
 """
 SECTIONS = {  # a title and what "This measures"
-    "engine": "Engine: tokens a second of SmolLM2-135M in INT8, beside other engines in the same rounds.",
+    "engine": "Engine: tokens a second, beside other engines in the same rounds: SmolLM2-135M in INT8, and as named.",
     "server": "Server: the same engine through Triton server, beside the engine in process.",
     "front": "HTTP front: OpenAI's interface beside gRPC and the engine in process, and what the front's process uses.",
     "sharing": "Requests beside each other: what a long prompt, another key's crowd and sampling cost the others.",
@@ -60,6 +60,7 @@ SECTIONS = {  # a title and what "This measures"
     "compress": "Compression of SmolLM2: INT8 by recipe, with 95 % intervals. `smollm2-int8` has no name before it.",
     "generalisation": "INT8 on other texts: the rise of SmolLM2's perplexity on texts unlike the calibration's, 95 %.",
     "calibration": "Time of calibration: SmolLM2 in INT8, with threads and the machine's load in each row.",
+    "vllm_answers": "vLLM: how far its answers are from our engine's of the same integers, and from answers in FP32.",
     "gguf": "GGUF: how far INT8 answers are from llama.cpp's FP32 answers, in llama.cpp and in our engine.",
     "int8": "INT8 classifiers: image classifiers in INT8 beside FP32, in the same ONNX Runtime.",
     "int8_quality": "INT8 after pruning: what INT8 costs a pruned classifier, calibrated (`ptq`) or trained (`qat`).",
