@@ -26,7 +26,7 @@ from tests.core.imports.gguf_files import write_gguf
 from tests.core.text.texts import real_texts, texts
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-FUZZ = settings(max_examples=300, deadline=None, derandomize=True)
+FUZZ = settings(max_examples=100, deadline=None, derandomize=True)
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 

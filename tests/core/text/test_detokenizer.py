@@ -17,7 +17,7 @@ from tests.conftest import tiny_tokenizer_fields
 from tests.core.imports.test_gguf_tokenizer import sentencepiece_fields
 from tests.core.text.texts import texts
 
-MANY = settings(max_examples=600, deadline=None, derandomize=True)
+MANY = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def byte_level() -> Tokenizer:
