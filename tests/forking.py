@@ -37,7 +37,8 @@ _LONGEST = 1 << 20  # of a request, bytes
 
 
 class Forked:
-    """A process that runs `command`, [python, script, …] or [python, "-m", module, …]; what tests use of Popen.
+    """A process that runs `command`, [python, script, …], [python, "-m", module, …] or [python, "-c", code, …]; what
+    tests use of Popen.
 
     Args:
         stdout, stderr: open files; None is what the tests' own process has, `subprocess.STDOUT` what stdout is.
@@ -177,7 +178,12 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()
     program, *arguments = serve(socket.socket(fileno=int(sys.argv[1])))
-    if program == "-m":
+    if program == "-c":
+        code, *arguments = arguments
+        sys.path[0] = ""
+        sys.argv = ["-c", *arguments]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif program == "-m":
         program, *arguments = arguments
         sys.path[0] = ""
         sys.argv = [program, *arguments]

@@ -114,8 +114,8 @@ def widths(folder: Path) -> list[int]:
     return json.loads((folder / "config.json").read_text())["widths"]
 
 
-def test_it_is_inspected(place: Path) -> None:
-    shown = python(place, "-c", MAIN, "compress", "inspect", place / "toy", "--json", place / "inspect.json")
+def test_it_is_inspected(place: Path, penjing: Penjing) -> None:
+    shown = penjing("compress", "inspect", place / "toy", "--json", place / "inspect.json")
     assert "MACs per point" in shown
     found = json.loads((place / "inspect.json").read_text())
     assert found["macs"] == 8 * 32 + 32 * 24 + 24 * 3

@@ -154,7 +154,7 @@ EXPORTS = """
 @pytest.mark.parametrize("place", ["tiny disk", "file limit"])
 def test_a_full_disk_is_one_error_and_leaves_nothing(place: str, tiny_int8: Path, tmp_path: Path) -> None:
     """The second time another program has taken the room, and numpy, which writes the tensors, does not say why."""
-    said = run_in(place, 1 << 16, tmp_path, EXPORTS, str(tiny_int8))
+    said = run_in(place, 1 << 16, tmp_path, EXPORTS, str(tiny_int8), forked=True)
     if place == "file limit":
         assert said == [f"cannot write {tmp_path}/model.gguf: the file-size limit is reached; raise it (ulimit -f) and "
                         "run again"] * 2  # fmt: skip

@@ -264,7 +264,7 @@ FILLS = """
 
 
 def test_a_full_disk_is_one_error_of_each_sink(tmp_path: Path) -> None:
-    assert run_in("tiny disk", 1 << 16, tmp_path, FILLS) == [
+    assert run_in("tiny disk", 1 << 16, tmp_path, FILLS, forked=True) == [
         f"cannot write {tmp_path}/{name}/x: the disk is full; free some space and run again"
         for name in ("JsonLines", "TensorBoard")
     ]

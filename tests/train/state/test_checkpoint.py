@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, place: str,
         "tiny disk": r"the disk is full, 4\.19 MB are needed and 1\.0\d MB are free; free some space and run again",
         "file limit": r"the file-size limit is reached; raise it \(ulimit -f\) and run again",
     }[place]
-    whole, parts = run_in(place, 1 << 20, tmp_path, SAVES, room)
+    whole, parts = run_in(place, 1 << 20, tmp_path, SAVES, room, forked=True)
     assert re.fullmatch(rf"cannot write {tmp_path}/whole/step-000000002: {reason}", whole), whole
     assert re.fullmatch(rf"cannot write {tmp_path}/parts/step-000000002: {reason}", parts), parts
 
