@@ -4,12 +4,13 @@
     python benchmarks/run_engine.py --peers all         # and llama_cpp, openvino, ort_genai, vllm (made on first use)
     python benchmarks/run_engine.py --through-server    # also through Triton server, in the same rounds
     python benchmarks/run_engine.py build/smollm2-int4 --peers all      # 4 bits beside 4 bits, and beside 8
+    python benchmarks/run_engine.py --kv-dtype int8 --peers all         # with our keys and values in INT8
     python benchmarks/run_engine.py build/gemma3-int4 --checkpoint build/gemma3 --peers all     # another model
 
 The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds. Rows of an
-artifact in 4 bits are called int4/…, those of another model than SmolLM2 begin with the name of its checkpoint's
-folder. Where no other program reads that checkpoint, peers run the GGUF file that it was imported from, and our own
-artifact in 8 bits is build/NAME-int8.
+artifact in 4 bits are called int4/…, with keys and values in INT8 int8_cache/…, those of another model than SmolLM2
+begin with the name of its checkpoint's folder. Where no other program reads that checkpoint, peers run the GGUF file
+that it was imported from, and our own artifact in 8 bits is build/NAME-int8.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--peers", default="transformers", help="names joined by commas, all, or none")
     parser.add_argument("--through-server", action="store_true", help="also measure through Triton server")
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8"), help="of our keys and values")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
 
@@ -67,7 +69,7 @@ def main() -> int:
         known = gguf_peers(checkpoint.name, checkpoint.with_name(f"{checkpoint.name}-int8"))
     else:
         known = four_bit_peers(ARTIFACT) if four else peers(checkpoint)
-    contestants: list[Contestant] = [penjing(artifact)]
+    contestants: list[Contestant] = [penjing(artifact, arguments.kv_dtype)]
     unmade: dict[str, str] = {}
     for name in choose(arguments.peers, list(known)):
         try:
@@ -92,6 +94,7 @@ def main() -> int:
     outcome.missing |= unmade
     runs = arguments.rounds * arguments.runs
     prefix = ("" if checkpoint == CHECKPOINT else f"{checkpoint.name}/") + ("int4/" if four else "")
+    prefix += "" if arguments.kv_dtype == "auto" else f"{arguments.kv_dtype}_cache/"
     append("engine", engine_rows(outcome, runs, prefix), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)

@@ -25,13 +25,14 @@ OWN_INT8 = "penjing_int8"
 class Contestant:
     """`peers/bench_PROGRAM.py` run by `python` on `model`; for the peers `peers/PROGRAM.sh CHECKPOINT FILE` makes both.
 
-    The program is called as the contestant, unless `program` says otherwise.
+    The program is called as the contestant, unless `program` says otherwise, with `options` behind the rest.
     """
 
     name: str
     python: Path
     model: Path
     program: str = ""
+    options: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:
@@ -45,15 +46,15 @@ class Contestant:
             SetupError: it failed; the message has the end of what it said.
         """
         script = PEERS / f"bench_{self.script}.py"
-        command = [str(self.python), str(script), str(self.model), str(prompts), str(runs), str(threads)]
+        command = [str(self.python), str(script), str(self.model), str(prompts), str(runs), str(threads), *self.options]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         output = _run(command, environment, f"{self.name} in the engine benchmark")
         return json.loads(output.strip().splitlines()[-1])
 
 
-def penjing(model: Path) -> Contestant:
-    """Ours, in process."""
-    return Contestant("penjing", Path(sys.executable), model)
+def penjing(model: Path, kv_dtype: str = "auto") -> Contestant:
+    """Ours, in process, with keys and values kept in `kv_dtype`."""
+    return Contestant("penjing", Path(sys.executable), model, options=(kv_dtype,))
 
 
 def penjing_server(model: Path) -> Contestant:

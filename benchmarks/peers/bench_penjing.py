@@ -1,4 +1,4 @@
-"""bench_penjing.py MODEL PROMPTS RUNS THREADS: this project's engine in process, run exactly as its peers are."""
+"""bench_penjing.py MODEL PROMPTS RUNS THREADS [KV]: this project's engine in process, run as its peers are."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,10 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.runner.load import load_engine
 
 
-def main(model: str, prompts_path: str, runs: int) -> None:
+def main(model: str, prompts_path: str, runs: int, kv_dtype: str = "auto") -> None:
     prompts = read_prompts(prompts_path)
-    config = EngineConfig(enable_prefix_caching=False, max_num_sequences=len(prompts["p16"]))
+    limits = {"enable_prefix_caching": False, "max_num_sequences": len(prompts["p16"]), "kv_dtype": kv_dtype}
+    config = EngineConfig.model_validate(limits)
     engine = load_engine(Path(model), config)
 
     def seconds(batch, new):
@@ -23,4 +24,6 @@ def main(model: str, prompts_path: str, runs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))  # threads: OMP_NUM_THREADS, which run_engine.py sets
+    main(
+        sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[5:]
+    )  # threads: OMP_NUM_THREADS, which run_engine.py sets

@@ -52,6 +52,14 @@ def test_who_fails_is_left_out_and_the_others_go_on(folder: Path):
     assert len(lines) == 4
 
 
+def test_our_own_script_is_told_how_keys_and_values_are_kept(folder: Path):
+    (folder / "bench_penjing.py").write_text(BENCH.replace('"fake 1.0"', "sys.argv[5]").replace("sys.argv[1]", "1"))
+    outcome = run_rounds(
+        [contestants.penjing(Path("x"), "int8")], Path("p"), rounds=1, runs=1, threads=1, say=lambda _: None
+    )
+    assert outcome.label("penjing") == "int8"
+
+
 def test_each_round_begins_with_another(folder: Path):
     class Logged(Contestant):
         def run(self, prompts: Path, runs: int, threads: int) -> dict[str, float | str]:
