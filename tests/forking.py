@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,17 @@ class Forked:
             os.close(self._status)
             self.returncode = int(said or -signal.SIGKILL)  # nothing is said where the server was ended
         return self.returncode
+
+
+def run(
+    command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of such a process, which keeps what it says."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        code = Forked(command, stdout=out, stderr=error, env=env).wait(timeout)
+        for file in (out, error):
+            file.seek(0)
+        return subprocess.CompletedProcess([str(part) for part in command], code, out.read(), error.read())
 
 
 @cache

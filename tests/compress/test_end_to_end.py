@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from penjing.core.manifest import read_manifest, verify
 from penjing.train.data.images import ImageSet
 from penjing.train.families import classifier as vision
 from penjing.train.run import train
+from tests import forking
 from tests.compress.fakes import tiny_classifier
 
 ROOT = Path(__file__).parents[2]
@@ -251,8 +251,8 @@ def test_a_killed_run_leaves_nothing_under_the_name_and_goes_on_to_the_same_resu
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", counting)
         penjing("compress", recipe, "--out", tmp_path / "whole")
-    process = subprocess.run([sys.executable, "-c", KILLED, str(recipe), str(flushes // 2)], check=False)  # in training
-    assert process.returncode == -signal.SIGKILL
+    killed = forking.run([sys.executable, "-c", KILLED, str(recipe), str(flushes // 2)])  # in training
+    assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "small").exists()
     capfd.readouterr()
     penjing("compress", recipe)

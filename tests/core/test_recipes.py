@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +14,7 @@ from penjing.core.config import Config, read_recipe
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.recipe_keys import as_markdown, as_text, find_sections, page, recipe_sections
 from penjing.core.recipes import copy_recipe, known_recipes, named_recipe, recipe_names, stage_of, summary
+from tests import forking
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,7 +178,6 @@ def test_the_page_in_docs_is_current() -> None:
 
 
 def test_the_page_is_written_by_the_module() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "penjing.core.recipe_keys"], capture_output=True, text=True, check=True, timeout=120
-    )
+    result = forking.run([sys.executable, "-m", "penjing.core.recipe_keys"])
+    assert result.returncode == 0, result.stderr
     assert result.stdout == page()

@@ -13,6 +13,7 @@ import torch
 from penjing.kernels.cpu import library
 from penjing.kernels.cpu import threads as thread_rules
 from penjing.kernels.cpu.functions import ISAS, CpuExtension
+from tests import forking
 from tests.kernels.cpu import needs_extension, the_extension
 
 PREPARE = """
@@ -26,13 +27,7 @@ x = torch.randn(9, 200, generator=g)
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PREPARE + code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return forking.run([sys.executable, "-c", PREPARE + code], env=os.environ | environment)
 
 
 @needs_extension

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,13 +13,14 @@ from penjing.core.errors import ConfigError
 from penjing.train.monitor import memory
 from penjing.train.processes import devices
 from penjing.train.processes.devices import backends, choose_device
+from tests import forking
 
 NPU = Path(__file__).with_name("npu.py")
 
 
 def test_a_recipe_trains_on_an_accelerator_that_nobody_named(recipe: Path) -> None:
     command = [sys.executable, str(NPU), "train", str(recipe), "--set", "device=auto", "--set", "memory.limit=1GiB"]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = forking.run(command)
     assert ended.returncode == 0, ended.stderr
     assert "1 process on npu" in ended.stderr
     assert int(ended.stdout.split()[0]) > 8, ended.stdout  # products
