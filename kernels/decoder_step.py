@@ -363,7 +363,9 @@ class DecoderStep:
         out.k_norm = self._optional(layer.k_norm, size(layer.k)[0] if whole else head_dim)
         if whole and (layer.q_norm is None or layer.k_norm is None):
             raise ValueError("whole_norm needs q_norm and k_norm")
-        out.whole_norm, out.rotary = whole, layer.rotary
+        if layer.norm_rotated and whole:
+            raise ValueError("norm_rotated is of norms of each head, not of whole_norm")
+        out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0

@@ -68,6 +68,8 @@ class LayerWeights:
     """Both or none: norms of what attention and MLP add to the residual."""
     whole_norm: bool = False
     """Whether the head norms span all heads of a token."""
+    norm_rotated: bool = False
+    """Whether they come after the rotation."""
     activation: Activation = "silu"
     """Of the gate; with `up` silu or gelu_tanh."""
     parallel: bool = False

@@ -16,6 +16,7 @@ from penjing.core.folded.fold import (
     Values,
     config_of,
     count_of,
+    latent_of,
     number_of,
     partial_of,
     ropes_of,
@@ -24,7 +25,6 @@ from penjing.core.folded.fold import (
 from penjing.core.folded.gemma import GEMMAS
 from penjing.core.folded.granite import GRANITES
 from penjing.core.models.hf_config import FOLDED
-from penjing.core.models.hf_variants import latent_from_hf
 
 _AROUND_GLM = {
     "attention_output_norm": "post_self_attn_layernorm",
@@ -33,7 +33,7 @@ _AROUND_GLM = {
 _AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 
 # null says that there is none, not what is usual
-_NONE = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank")
+_NONE = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "scale_depth", "dim_model_base")
 
 
 def folds(values: Values) -> bool:
@@ -162,12 +162,27 @@ def _ministral3(values: Values, source: str) -> Fold:
     return Fold(config_of(values, source, max_position_embeddings=context, sliding_window=values.get("sliding_window")))
 
 
+def _hunyuan(values: Values, source: str) -> Fold:
+    """Norms of heads follow the rotation, whose base may have a factor, `alpha`, that goes by the name of dynamic."""
+    theta, scaling = values.get("rope_theta", 10000.0), Values()
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(section := values.get(name) or {}, dict):
+            raise InputError(f"{source}: {name} must be an object (got {section!r})")
+        scaling |= section
+    changes: Values = {"qk_norm": True, "qk_norm_rotated": True}
+    rope: Values = {"rope_parameters": {"rope_theta": theta, **scaling}}
+    if scaling.get("rope_type", scaling.get("type")) == "dynamic" and scaling.get("alpha"):
+        size = config_of(values, source, {}, **changes).head_dim
+        if size < 4:
+            raise InputError(f"{source}: head_dim={size}: alpha needs at least 4")
+        base = number_of({"rope_theta": theta} | scaling, "rope_theta", source)
+        rope = {"rope_theta": base * number_of(scaling, "alpha", source) ** (size / (size - 2))}
+    names = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+    return Fold(config_of(values, source, rope, **changes), names)
+
+
 def _youtu(values: Values, source: str) -> Fold:
-    latent = latent_from_hf(values, "deepseek_v3", source)
-    assert latent is not None  # such a type has it
-    size = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
-    heads = {"head_dim": size, "num_key_value_heads": values.get("num_attention_heads")}
-    return Fold(config_of(values | heads, source, latent_attention=latent))
+    return Fold(latent_of(values, source))
 
 
 def _nanochat(values: Values, source: str) -> Fold:
@@ -295,6 +310,7 @@ _FAMILIES: dict[str, Family] = (
             },
         ),
         "nanochat": Family(_nanochat, {"max_position_embeddings": 2048, "final_logit_softcapping": 15.0}, ("relu2",)),
+        "hunyuan_v1_dense": Family(_hunyuan, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
         "youtu": Family(_youtu, {"max_position_embeddings": 131072, "tie_word_embeddings": True}),
         "seed_oss": Family(
             _seed_oss,

@@ -10,6 +10,7 @@ from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import NATIVE, decoder_config_from_hf, decoder_config_to_hf
+from penjing.core.models.hf_variants import latent_from_hf
 
 Values = dict[str, Any]
 LARGEST = 1e18  # of a factor: its square is still a float32, and an integer of hundreds of digits is none
@@ -160,6 +161,15 @@ def partial_of(values: Values, source: str, **changes: Any) -> tuple[DecoderConf
     if rotary < 2 or rotary % 2 or rotary > whole.head_dim:
         raise InputError(f"{source}: partial_rotary_factor {share} of {whole.head_dim} dimensions is no even number")
     return config_of(plain, source, {"rope_parameters": merged}, **changes, rotary_pairs=rotary // 2), rotary
+
+
+def latent_of(values: Values, source: str, **changes: Any) -> DecoderConfig:
+    """The network of one width whose keys and values come from one small vector, as DeepSeek-V3's do."""
+    latent = latent_from_hf(values, "deepseek_v3", source)
+    assert latent is not None  # such a type has it
+    size = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+    heads = {"head_dim": size, "num_key_value_heads": values.get("num_attention_heads")}
+    return config_of(values | heads, source, latent_attention=latent, **changes)
 
 
 def number_of(values: Values, name: str, source: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Family, Fold, Values, config_of, count_of, flag_of, number_of
+from penjing.core.folded.fold import Family, Fold, Values, config_of, count_of, flag_of, latent_of, number_of
 from penjing.core.models.config import DecoderConfig
 
 
@@ -41,6 +41,23 @@ def _hyperclovax(values: Values, source: str) -> Fold:
     return _scaled(config, {"attention_multiplier": config.head_dim**-0.5} | values, source, names)
 
 
+def _minicpm3(values: Values, source: str) -> Fold:
+    """The same numbers under other names, around DeepSeek's latent attention."""
+    layers = count_of(values, "num_hidden_layers", source)
+    width = number_of(values, "hidden_size", source)
+    depth = layers**0.5 if values["scale_depth"] is None else number_of(values, "scale_depth", source)
+    base = width if values["dim_model_base"] is None else number_of(values, "dim_model_base", source)
+    heads = number_of(values, "num_attention_heads", source)
+    config = latent_of({"v_head_dim": int(width // heads)} | values | {"rope_interleave": False}, source)
+    named = {
+        "embedding_multiplier": values["scale_emb"],
+        "logits_scaling": width / base,
+        "residual_multiplier": depth / layers**0.5,
+        "attention_multiplier": config.head_dim**-0.5,
+    }
+    return _scaled(config, named, source)
+
+
 def _scaled(config: DecoderConfig, values: Values, source: str, names: Values | None = None, **how: Any) -> Fold:
     embedding = number_of(values, "embedding_multiplier", source)
     tied = embedding if config.tie_word_embeddings else 1.0
@@ -67,6 +84,21 @@ GRANITES: dict[str, Family] = {
             "shared_intermediate_size": 1024,
             "num_local_experts": 8,
             **_ONES,
+        },
+    ),
+    "minicpm3": Family(
+        _minicpm3,
+        {
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
         },
     ),
     "hyperclovax": Family(_hyperclovax, {"max_position_embeddings": 2048, "use_post_norm": True, **_ONES}),

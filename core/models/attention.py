@@ -26,7 +26,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys (Qwen3, OLMo 2) and rotation around an `Attend`."""
+    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan) and rotation
+    around an `Attend`."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -43,6 +44,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
         self.qk_norm = config.qk_norm
         self.whole_norm = config.qk_norm_over == "all"
+        self.norm_rotated = config.qk_norm_rotated
         main = config.layer_rotary is None or config.layer_rotary[layer] == "main"
         self.rotated_scale = yarn_magnitudes(config.rope_scaling)[0] if main else 1.0
 
@@ -55,11 +57,13 @@ class Attention(nn.Module):
                 norm(x.flatten(-2)).unflatten(-1, (-1, self.head_dim))
                 for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
-        elif self.qk_norm:
+        elif self.qk_norm and not self.norm_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotated_scale != 1.0:
             cos, sin = cos * self.rotated_scale, sin * self.rotated_scale
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        if self.norm_rotated:
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
 

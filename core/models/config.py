@@ -69,6 +69,9 @@ class DecoderConfig(Config):
     qk_norm_over: Literal["head", "all"] = Field(
         default="head", description="What qk_norm spans: each head, or all heads of a token together (OLMo 2)."
     )
+    qk_norm_rotated: Flag = Field(
+        default=False, description="Whether qk_norm comes after the rotation (Hunyuan), not before it."
+    )
     norms: Literal["before", "around", "after"] = Field(
         default="before",
         description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
@@ -229,8 +232,10 @@ class DecoderConfig(Config):
             raise ValueError(
                 f"rotary_pairs={self.rotary_pairs}: below head_dim / 2 = {self.head_dim // 2}, or left out"
             )
-        if self.qk_norm_over == "all" and not self.qk_norm:
-            raise ValueError("qk_norm_over='all' needs qk_norm")
+        if self.qk_norm_over == "all" and (not self.qk_norm or self.qk_norm_rotated):
+            raise ValueError("qk_norm_over='all' needs qk_norm, and does not go with qk_norm_rotated")
+        if self.qk_norm_rotated and not self.qk_norm:
+            raise ValueError("qk_norm_rotated needs qk_norm")
         if self.mlp_gated and self.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"activation={self.activation!r} is of an MLP without a gate: set mlp_gated=false")
         if self.parallel and self.norms != "before":
@@ -244,6 +249,7 @@ class DecoderConfig(Config):
         Whatever computes a layer knows each of them or refuses it by this name."""
         names = (
             "qk_norm_over",
+            "qk_norm_rotated",
             "norms",
             "activation",
             "mlp_gated",

@@ -70,6 +70,8 @@ FOLDED = {
     "nanochat": "NanoChatForCausalLM",
     "jais2": "Jais2ForCausalLM",
     "youtu": "YoutuForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

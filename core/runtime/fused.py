@@ -101,6 +101,7 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
         out_norm=_norm(layer.attention_output_norm),
         down_norm=_norm(layer.mlp_output_norm),
         whole_norm=attention.whole_norm,
+        norm_rotated=attention.norm_rotated,
         activation=mlp.activation,
         parallel=layer.parallel,
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),

@@ -61,7 +61,7 @@ struct PjLayer {
     int32_t rotary;            // which of the tables of cos and sin
     int32_t gated;             // 0: gate_up has the gate alone, which is activated and not multiplied
     int32_t parallel;          // the MLP reads what attention reads; out_norm and down_norm are null
-    int32_t unused;
+    int32_t norm_rotated;      // q_norm and k_norm come after the rotation
 };
 
 struct PjModel {

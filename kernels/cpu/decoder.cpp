@@ -365,9 +365,11 @@ void Decoder::store_rotated(int64_t index, int64_t row, int64_t part) {
     const bool is_query = part < model_.num_heads;
     if (!is_value) {
         const float* norm = is_query ? layer.q_norm : layer.k_norm;
-        if (norm && !layer.whole_norm) ops_->rms_norm_row(x, norm, head_dim, model_.eps, x);
+        const bool of_head = norm && !layer.whole_norm;
+        if (of_head && !layer.norm_rotated) ops_->rms_norm_row(x, norm, head_dim, model_.eps, x);
         const int64_t angle = (layer.rotary * model_.num_positions + in_.positions[row]) * (head_dim / 2);
         ops_->rotate_head(x, model_.cos + angle, model_.sin + angle, head_dim);
+        if (of_head && layer.norm_rotated) ops_->rms_norm_row(x, norm, head_dim, model_.eps, x);
     }
     const int64_t slot = in_.slots[row];
     if (is_query || slot < 0) return;

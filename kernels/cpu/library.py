@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -60,7 +60,7 @@ class Layer(ctypes.Structure):
         ("rotary", c_int32),
         ("gated", c_int32),
         ("parallel", c_int32),
-        ("unused", c_int32),
+        ("norm_rotated", c_int32),
     )
 
 

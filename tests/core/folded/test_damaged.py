@@ -21,7 +21,8 @@ FIELDS = (
     "attn_logit_softcapping", "layer_norm_eps", "norm_epsilon", "norm_eps", "rotary_pct", "rotary_emb_base",
     "use_parallel_residual", "use_qkv_bias", "qk_layernorm", "use_qk_norm", "logit_scale", "clip_qkv", "mlp_bias",
     "shared_intermediate_size", "num_local_experts", "position_embedding_type", "use_post_norm", "qkv_bias", "bias",
-    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "original_max_position_embeddings",
+    "q_lora_rank", "kv_lora_rank", "scale_emb", "scale_depth", "dim_model_base",
+    "qk_rope_head_dim", "original_max_position_embeddings",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"}

@@ -65,6 +65,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
 }
+ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
 LLAMA_4 = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
@@ -176,6 +177,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "cwm": ("cwm", {"head_dim": 16, "sliding_window": 10}, "penjing"),
     "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4}, "llama"),
     "ministral3_window": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4, "sliding_window": 9}, "mistral"),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 12, "rope_parameters": ALPHA}, "penjing"),
+    "hunyuan_plain": ("hunyuan_v1_dense", {"head_dim": 16, "attention_bias": True}, "penjing"),
+    "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 16, "scale_depth": None}, "penjing"),
+    "minicpm3_longrope": (
+        "minicpm3",
+        LATENT
+        | {"tie_word_embeddings": False, "original_max_position_embeddings": 64}
+        | {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 4.0]}},
+        "penjing",
+    ),
     "youtu": ("youtu", LATENT, "penjing"),
     "youtu_plain": ("youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}, "penjing"),
     "nanochat": ("nanochat", {"final_logit_softcapping": 1.5}, "penjing"),

@@ -16,10 +16,21 @@ from tests.core.folded.served import close, of_transformers, served
 from tests.core.folded.test_families import CASES, save
 
 TEXT = torch.randint(0, 320, (1, 70), generator=torch.Generator().manual_seed(2))
-NEW = ("gemma", "vaultgemma", "granite_4", "granite_4_nope", "hyperclovax", "cwm", "ministral3", "nanochat", "jais2")
+NEW = (
+    "gemma",
+    "vaultgemma",
+    "granite_4",
+    "granite_4_nope",
+    "hyperclovax",
+    "cwm",
+    "ministral3",
+    "nanochat",
+    "jais2",
+    "hunyuan",
+)
 
 
-@pytest.mark.parametrize("case", [*NEW, "youtu"])
+@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope"])
 def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     reference = save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
     text = TEXT[:, :60]  # of 64, the context of ministral3

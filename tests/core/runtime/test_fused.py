@@ -57,6 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
     "olmo": {"model_type": "penjing", "norms": "after", "qk_norm": True, "qk_norm_over": "all"},
+    "hunyuan": {"model_type": "penjing", "qk_norm": True, "qk_norm_rotated": True, "head_dim": 24},
     "still": {"model_type": "penjing", "layer_rotary": ("main", "none"), "rotary_pairs": 5},
     "neox": {
         "model_type": "penjing",
