@@ -361,10 +361,8 @@ class DecoderStep:
         head_dim, whole = self._pool_shape[-1], layer.whole_norm
         out.q_norm = self._optional(layer.q_norm, size(layer.q)[0] if whole else head_dim)
         out.k_norm = self._optional(layer.k_norm, size(layer.k)[0] if whole else head_dim)
-        if whole and (layer.q_norm is None or layer.k_norm is None):
-            raise ValueError("whole_norm needs q_norm and k_norm")
-        if layer.norm_rotated and whole:
-            raise ValueError("norm_rotated is of norms of each head, not of whole_norm")
+        if whole and (layer.q_norm is None or layer.k_norm is None or layer.norm_rotated):
+            raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
