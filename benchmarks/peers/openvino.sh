@@ -8,5 +8,5 @@ folder=${2:-model}
 weights=(--weight-format int8)
 if [ "$folder" = model-int4 ]; then weights=(--weight-format int4 --group-size 64); fi
 environment openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf
-model_files "$folder" "$checkpoint" "$BIN/optimum-cli" export openvino -m "$checkpoint" \
-  --task text-generation-with-past "${weights[@]}"
+build() { "$BIN/optimum-cli" export openvino -m "$checkpoint" --task text-generation-with-past "${weights[@]}" "$1"; }
+model_files "$folder" "$checkpoint" build
