@@ -34,7 +34,7 @@ def test_every_healing_is_a_step_of_a_recipe(tiny_checkpoint: Path, tmp_path: Pa
     step = healing(values["steps"][-1], Namespace(**options, heal=name, texts_of_its_own=tmp_path))
     last = load_recipe(values | {"model": tiny_checkpoint, "steps": [step]}).steps[-1]
     assert isinstance(last, TrainedStep)
-    assert (last.steps, last.sources, last.precision.mode) == (4, (str(tmp_path),), "bf16")
+    assert (last.steps, last.sources, last.precision.mode) == (4, ("builtin:calibration", str(tmp_path)), "bf16")
 
 
 def test_rises_are_paired_and_the_worst_is_the_largest() -> None:
