@@ -11,8 +11,11 @@ from penjing.core.config import Config
 MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed before any weight is looked at
 
 
+MAX_SIZE = 2**31 - 1  # of any number of a network; no model has more
+
+
 def _no_absurd_size(value: int) -> int:
-    if abs(value) >= 2**31:
+    if abs(value) > MAX_SIZE:
         raise ValueError(f"no model has {value}; the file is damaged")
     return value
 
@@ -32,7 +35,7 @@ class RopeScaling(Config):
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = Field(
         default="default", description="Kind of scaling."
     )
-    factor: Number = Field(default=1.0, gt=0, description="By how much the context grows.")
+    factor: Number = Field(default=1.0, gt=0, le=MAX_SIZE, description="By how much the context grows.")
     low_freq_factor: Number = Field(
         default=1.0, gt=0, description="Of llama3: from the original context over this on, all is divided."
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.layers.settings import RopeScaling
+from penjing.core.layers.settings import MAX_SIZE, RopeScaling
 from penjing.core.models.config import DecoderConfig, Rotary
 from penjing.kernels.rotary import rotary_cos_sin
 
@@ -117,7 +117,7 @@ def at_context(config: DecoderConfig, context: int) -> DecoderConfig:
     """
     scaling, most = config.rope_scaling, config.max_position_embeddings
     dynamic = scaling.rope_type == "dynamic"
-    longest = int(most * scaling.factor) if dynamic else most
+    longest = max(most, min(int(most * scaling.factor), MAX_SIZE)) if dynamic else most
     if context < 2:
         raise ConfigError(f"context={context}: at least 2 tokens are needed")
     if context > longest:

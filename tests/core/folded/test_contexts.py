@@ -24,6 +24,15 @@ from tests.core.folded.test_families import CASES, LONGROPE, save
 
 TEXT = torch.randint(0, 320, (1, 100), generator=torch.Generator().manual_seed(2))
 SHORT = TEXT[:, :60]  # of 64, the original context
+HF: dict[str, Any] = {  # of a config.json
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.mark.parametrize("case", ["phi3_longrope", "phi3_longrope_partial"])
@@ -99,12 +108,10 @@ def test_dynamic_scaling_is_that_of_a_text_as_long_as_the_context(context: int) 
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 1}
-    values: dict[str, Any] = sizes | {"num_attention_heads": 4, "max_position_embeddings": 512, "model_type": "llama"}
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    config = decoder_config_from_hf(values | {"rope_parameters": rope}, "config.json")
+    config = decoder_config_from_hf(HF | {"rope_parameters": rope}, "config.json")
     assert usual_context(config) == 512
-    theirs = AutoConfig.for_model(**values, rope_parameters=dict(rope))
+    theirs = AutoConfig.for_model(**HF, rope_parameters=dict(rope))
     frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, torch.device("cpu"), seq_len=context)
     taken = at_context(config, context)
     torch.testing.assert_close(inverse_frequencies(taken), frequencies, rtol=1e-6, atol=0)
@@ -122,6 +129,24 @@ def test_a_network_of_dynamic_scaling_is_that_of_transformers(tmp_path: Path, ti
     close(served(usual, SHORT), of_transformers(reference, SHORT))
     with torch.no_grad():
         close(load_model(beyond).model(TEXT), reference(TEXT).logits)
+
+
+@pytest.mark.parametrize("factor", [1e308, 1e10])
+def test_a_factor_that_no_network_has_is_refused(factor: float) -> None:
+    hf = {"rope_parameters": {"rope_type": "dynamic", "factor": factor, "rope_theta": 1e4}}
+    with pytest.raises(InputError, match=r"factor"):
+        decoder_config_from_hf(HF | hf, "config.json")
+
+
+@pytest.mark.parametrize(("factor", "longest"), [(0.5, 512), (2.0**31 - 1, 2**31 - 1)])
+def test_the_longest_context_of_dynamic_scaling_is_one_that_a_folder_can_name(factor: float, longest: int) -> None:
+    config = decoder_config_from_hf(
+        HF | {"rope_parameters": {"rope_type": "dynamic", "factor": factor, "rope_theta": 1e4}}, "config.json"
+    )
+    assert at_context(config, usual_context(config)) == config
+    assert torch.isfinite(inverse_frequencies(at_context(config, longest))).all()
+    with pytest.raises(ConfigError, match=f"above the {longest} tokens"):
+        at_context(config, longest + 1)
 
 
 @pytest.mark.parametrize(
