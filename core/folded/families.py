@@ -202,6 +202,15 @@ def _seed_oss(values: Values, source: str) -> Fold:
 
 
 # What transformers assumes when a config.json leaves the field out.
+_GLM: Values = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+}
 _FAMILIES: dict[str, Family] = (
     {
         "arcee": Family(_arcee, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("relu2",)),
@@ -218,30 +227,8 @@ _FAMILIES: dict[str, Family] = (
         "olmo3": Family(_olmo3, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096}),
         "phi3": Family(_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
         "exaone4": Family(_exaone4, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "num_key_value_heads": 32}),
-        "glm": Family(
-            _glm,
-            {
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1.5625e-7,
-                "num_key_value_heads": 2,
-                "head_dim": 128,
-                "attention_bias": True,
-                "partial_rotary_factor": 0.5,
-                "eos_token_id": [151329, 151336, 151338],
-            },
-        ),
-        "glm4": Family(
-            _glm,
-            {
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1.5625e-7,
-                "num_key_value_heads": 2,
-                "head_dim": 128,
-                "attention_bias": True,
-                "partial_rotary_factor": 0.5,
-                "eos_token_id": [151329, 151336, 151338],
-            },
-        ),
+        "glm": Family(_glm, _GLM),
+        "glm4": Family(_glm, _GLM),
         "helium": Family(
             _interleaved,
             {"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128},

@@ -47,7 +47,7 @@ def _minicpm3(values: Values, source: str) -> Fold:
     width = number_of(values, "hidden_size", source)
     depth = layers**0.5 if values["scale_depth"] is None else number_of(values, "scale_depth", source)
     base = width if values["dim_model_base"] is None else number_of(values, "dim_model_base", source)
-    heads = number_of(values, "num_attention_heads", source)
+    heads = count_of(values, "num_attention_heads", source)
     config = latent_of({"v_head_dim": int(width // heads)} | values | {"rope_interleave": False}, source)
     named = {
         "embedding_multiplier": values["scale_emb"],

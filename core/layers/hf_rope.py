@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from penjing.core.errors import InputError
-from penjing.core.layers.settings import RopeScaling
+from penjing.core.layers.settings import MAX_SIZE, RopeScaling
 
 _FIELDS = {
     "default": (),
@@ -85,7 +85,7 @@ def _longrope(rope: dict[str, Any], values: dict[str, Any], source: str) -> dict
         raise InputError(f"{source}: longrope needs original_max_position_embeddings, a context (got {original!r})")
     attention, growth = rope.get("attention_factor"), rope.get("factor")
     if growth is None:
-        growth = whole / original if isinstance(whole, int) else 1.0
+        growth = min(whole, MAX_SIZE) / original if isinstance(whole, int) else 1.0  # beyond it the context is refused
     if isinstance(growth, bool) or not isinstance(growth, int | float) or not 0 < growth < math.inf:
         raise InputError(f"{source}: factor of longrope must be a positive number (got {growth!r})")
     if attention is None:

@@ -12,6 +12,7 @@ MAX_HEAD_DIM = 2**16  # no model comes near; the rotary frequencies are computed
 
 
 MAX_SIZE = 2**31 - 1  # of any number of a network; no model has more
+LEAST_TURNS = 1e-6  # of YaRN, whose published settings are 1 and 32
 
 
 def _no_absurd_size(value: int) -> int:
@@ -44,14 +45,22 @@ class RopeScaling(Config):
     )
     original_max_position_embeddings: Whole = Field(default=8192, gt=0, description="Context in tokens before scaling.")
     beta_fast: Number = Field(
-        default=32.0, gt=0, description="Of yarn: turns within the original context from which nothing changes."
+        default=32.0,
+        ge=LEAST_TURNS,
+        le=MAX_SIZE,
+        description="Of yarn: turns within the original context from which nothing changes.",
     )
-    beta_slow: Number = Field(default=1.0, gt=0, description="Of yarn: turns up to which all is divided by the factor.")
+    beta_slow: Number = Field(
+        default=1.0,
+        ge=LEAST_TURNS,
+        le=MAX_SIZE,
+        description="Of yarn: turns up to which all is divided by the factor.",
+    )
     mscale: Number = Field(
-        default=0.0, ge=0, description="Of yarn: growth of rotated queries and keys with log(factor)."
+        default=0.0, ge=0, le=MAX_SIZE, description="Of yarn: growth of rotated queries and keys with log(factor)."
     )
     mscale_all_dim: Number = Field(
-        default=0.0, ge=0, description="Of yarn: growth of the logits' scale with log(factor)."
+        default=0.0, ge=0, le=MAX_SIZE, description="Of yarn: growth of the logits' scale with log(factor)."
     )
     attention_factor: Number | None = Field(
         default=None,

@@ -152,6 +152,8 @@ class DecoderConfig(Config):
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for the rotary embedding")
         scaling = self.rope_scaling
+        if scaling.rope_type == "yarn" and self.rope_theta == 1:
+            raise ValueError("rope_theta=1: yarn needs another base, for then all pairs turn alike")
         if scaling.rope_type == "longrope":
             if min((*scaling.short_factor, *scaling.long_factor), default=0) <= 0:
                 raise ValueError("short_factor must be numbers above 0, one for each pair of dimensions")

@@ -265,6 +265,7 @@ def test_what_transformers_reads_again_is_the_same(tmp_path: Path, tiny_checkpoi
         ("granite_4", {"position_embedding_type": "learned"}, "position_embedding_type 'learned' is not supported"),
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "lack original_max_position"),
+        ("minicpm3", {"num_attention_heads": 1e-308}, "num_attention_heads must be a positive whole number"),
         ("hyperclovax", {"use_post_norm": 1}, "use_post_norm must be true or false"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),

@@ -31,6 +31,8 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE["original_max_position_embeddings"] = 64
 SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 THEIRS: dict[str, Any] = {
@@ -164,6 +166,11 @@ def test_defaults_of_a_sparse_config_are_those_of_transformers() -> None:
         ({"architectures": "LlamaModel"}, "LlamaModel is not a language model"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks original_max_position_embeddings"),
+        ({"rope_scaling": YARN | {"rope_theta": 1.0}}, "rope_theta=1: yarn needs another base"),
+        ({"rope_scaling": YARN | {"beta_fast": 1e308}}, "beta_fast"),
+        ({"rope_scaling": YARN | {"beta_slow": 5e-324}}, "beta_slow"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 1e308}}, "mscale_all_dim"),
+        ({"rope_scaling": LONGROPE, "max_position_embeddings": 10**400}, "max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rotary scaling 'dynamic' lacks factor"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rotary scaling 'ntk' is not supported"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported"),
