@@ -17,6 +17,7 @@ from penjing.compress.samples.own import OWN, WRITER
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context
 from penjing.core.errors import ConfigError, SetupError
+from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import sha256_file
 from penjing.core.manifest import identity
 from penjing.core.memory import available_bytes
@@ -35,7 +36,8 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
     "measure.choices"); tensors' names and shapes are checked on the way.
 
     Raises:
-        ConfigError: a teacher of another family; a text that is calibrated on and evaluated.
+        ConfigError: a teacher of another family, a writer that is no decoder; a text that is calibrated on and
+            evaluated.
         InputError: missing, damaged, or quantized already.
     """
     found = {"model": context.family.hashes(recipe.model)}
@@ -51,6 +53,8 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
         found[str(teacher)] = other.hashes(teacher)
     found |= _own_texts(recipe)
     if (writer := recipe.data.own_texts.writer) is not None:
+        if (kind := family_of(writer)) != "decoder":
+            raise ConfigError(f"{WRITER}={writer} is {FAMILIES.get(kind, kind)}, which writes no text; name a decoder")
         found[WRITER] = identity(writer)
     for setting, said, named in (
         (CALIBRATE, "data.rows", recipe.data.rows),

@@ -103,9 +103,10 @@ class Results:
             parts += [self.recipe.data.model_dump(mode="json"), self.hashes.get(CALIBRATE)]
         elif self.recipe.data.source is not None:  # what is trained on
             parts += [self.recipe.data.source_settings(), self.recipe.data.held_out, self.hashes.get(CALIBRATE)]
-        if OWN in step.decides().get("sources", ()):
+        taught = OWN in step.decides().get("sources", ())
+        if taught:
             parts.append(self.recipe.data.own_texts.model_dump(mode="json"))
-        if WRITER in self.hashes:
+        if WRITER in self.hashes and (taught or (step.needs_data() and Path(OWN) in self.recipe.data.calibrate)):
             parts.append(self.hashes[WRITER])
         return key_of(*parts)
 

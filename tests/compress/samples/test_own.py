@@ -141,6 +141,10 @@ def test_another_decoder_writes_in_its_place(tiny_checkpoint: Path, tmp_path: Pa
     key = result_key(values, tmp_path)
     values["data"]["own_texts"]["writer"] = str(writer)
     assert result_key(values, tmp_path) != key
+    others = values | {"steps": [steps[0] | {"sources": ["builtin:calibration"]}]}
+    key = result_key(others, tmp_path)
+    others["data"] = {"tokens": 256, "window": 64}
+    assert result_key(others, tmp_path) == key  # what learns from other text is kept, whoever writes
     out = run_recipe(values, progress=notes)
     step = json.loads((out / "steps" / "01-finetune.json").read_text())["result"]
     assert step["writer"] == str(writer)
@@ -153,6 +157,18 @@ def test_a_writer_that_is_not_there_is_named_at_once(tiny_checkpoint: Path, tmp_
     recipe.write_text(recipe.read_text() + f'[data.own_texts]\nwriter = "{nowhere}"\n')
     with pytest.raises(InputError, match="nowhere"):
         run_recipe(recipe, progress=Silent())
+
+
+def test_a_writer_that_writes_no_text_is_refused_before_anything_runs(
+    tiny_checkpoint: Path, tmp_path: Path, notes: Notes
+) -> None:
+    recipe, encoder = write_recipe(tmp_path, tiny_checkpoint, tmp_path / "out"), tmp_path / "encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text('{"model_type": "bert"}')
+    recipe.write_text(recipe.read_text() + f'[data.own_texts]\nwriter = "{encoder}"\n')
+    with pytest.raises(ConfigError, match=r"data\.own_texts\.writer=.* is a text encoder, which writes no text"):
+        run_recipe(recipe, progress=notes)
+    assert not notes.tasks
 
 
 def test_other_texts_of_its_own_are_another_healing(tiny_checkpoint: Path, tmp_path: Path) -> None:
