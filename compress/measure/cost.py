@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penjing.compress.export.onnx_graph import export_network
 from penjing.compress.graph.own import encoder_network
 from penjing.compress.measure.generate import Sequences
-from penjing.compress.measure.skeleton import Skeleton, layers_of
+from penjing.compress.measure.skeleton import Skeleton
 from penjing.core.artifact.base import MODEL_FILE, is_artifact
 from penjing.core.artifact.onnx_classifier import open_classifier_artifact
 from penjing.core.artifact.onnx_encoder import IDS, MASK, open_encoder_artifact, open_encoder_session
@@ -140,7 +140,7 @@ def weight_bytes(folder: Path) -> int:
 def sizes_of(folder: Path, skeleton: Skeleton) -> dict[str, Any]:
     """`size` {parameters, bytes (of the weights on disk), macs, macs_per} and `widths` {layer: output channels or
     features} of a checkpoint or artifact; no weight is read."""
-    layers = layers_of(skeleton.model, skeleton.example)
+    layers = skeleton.layers()
     return {
         "size": {
             "parameters": sum(parameter.numel() for parameter in skeleton.model.parameters()),

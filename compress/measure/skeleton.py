@@ -20,6 +20,7 @@ from penjing.core.checkpoint.graph import graph_skeleton
 from penjing.core.checkpoint.sight import read_sight_config
 from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.checkpoint.vision_language import vision_language_config
+from penjing.core.config import Config
 from penjing.core.graph.network import operator_name
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.encoder import Encoder
@@ -42,6 +43,21 @@ class Skeleton:
     example: tuple[Tensor, ...]
     inputs: int
     unit: str
+    config: Config | None = None
+    """What alone decides the network's layers and the example, if anything does."""
+
+    def layers(self) -> list[Layer]:
+        """`layers_of` the network: those of one config are counted once in a process, which takes longer than much
+        else of a small run."""
+        if self.config is None:
+            return layers_of(self.model, self.example)
+        key = type(self.model), self.config.model_dump_json(), self.inputs
+        if key not in _counted:
+            _counted[key] = layers_of(self.model, self.example)
+        return _counted[key]
+
+
+_counted: dict[tuple[type[nn.Module], str, int], list[Layer]] = {}
 
 
 def skeleton_of_classifier(folder: Path) -> Skeleton:
@@ -54,7 +70,7 @@ def skeleton_of_classifier(folder: Path) -> Skeleton:
     with torch.device("meta"):
         model = ResNet(config.model).eval() if is_artifact(folder) else classifier_skeleton(folder)[0]
         example = (torch.empty(BATCH, config.model.in_channels, *config.image_size),)
-    return Skeleton(model, example, BATCH, "image")
+    return Skeleton(model, example, BATCH, "image", config)
 
 
 def skeleton_of_decoder(folder: Path) -> Skeleton:
@@ -69,7 +85,7 @@ def skeleton_of_decoder(folder: Path) -> Skeleton:
     with torch.device("meta"):
         model = Decoder(checkpoint.config).to("meta").eval()
         example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
-    return Skeleton(model, example, BATCH * TOKENS, "token")
+    return Skeleton(model, example, BATCH * TOKENS, "token", checkpoint.config)
 
 
 def skeleton_of_seeing(folder: Path) -> Skeleton:
@@ -84,7 +100,7 @@ def skeleton_of_seeing(folder: Path) -> Skeleton:
     else:
         check_model(checkpoint)
         config = vision_language_config(folder)
-    return Skeleton(*seeing_skeleton(config), BATCH, "question")
+    return Skeleton(*seeing_skeleton(config), BATCH, "question", config)
 
 
 def seeing_skeleton(config: VisionLanguageConfig) -> tuple[VisionLanguage, tuple[Tensor, ...]]:
@@ -104,10 +120,11 @@ def skeleton_of_encoder(folder: Path) -> Skeleton:
     Raises:
         InputError: damaged.
     """
+    config = encoder_config(folder)
     with torch.device("meta"):
-        model = Encoder(encoder_config(folder)).eval()
+        model = Encoder(config).eval()
         tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
-    return Skeleton(model, (tokens, tokens), BATCH * TOKENS, "token")
+    return Skeleton(model, (tokens, tokens), BATCH * TOKENS, "token", config)
 
 
 def skeleton_of_towers(folder: Path) -> Skeleton:
@@ -121,7 +138,7 @@ def skeleton_of_towers(folder: Path) -> Skeleton:
         model = TwoTowers(config).eval()
         images = torch.empty(BATCH, config.channels, *config.image_size)
         tokens = torch.zeros(BATCH, min(TOKENS, config.text.max_position_embeddings), dtype=torch.int64)
-    return Skeleton(model, (images, tokens, torch.ones_like(tokens)), BATCH, "sample")
+    return Skeleton(model, (images, tokens, torch.ones_like(tokens)), BATCH, "sample", config)
 
 
 def skeleton_of_graph(folder: Path) -> Skeleton:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.measure.skeleton import Skeleton, layers_of
+from penjing.compress.measure.skeleton import Skeleton
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
 from penjing.core.progress import Progress, error_console
 
@@ -37,7 +37,7 @@ def inspect_network(folder: Path, skeleton: Skeleton, progress: Progress, *, gro
             "bytes": 4 * layer.parameters,
             "macs": layer.macs // inputs,
         }
-        for layer in layers_of(model, example)
+        for layer in skeleton.layers()
     ]
     progress.advance()
     parameters = sum(parameter.numel() for parameter in model.parameters())

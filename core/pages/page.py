@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from penjing.core.progress import count, duration, megabytes, volume
@@ -42,14 +43,22 @@ svg { max-width: 100%; height: auto; }
 
 def render_page(title: str, template: str, values: dict[str, Any]) -> str:
     """A page: the Jinja `template` filled with `values`, every one escaped unless it is `Markup`."""
+    body = Markup(_compiled(template).render(values))
+    return _compiled(FRAME).render(title=title, body=body)
+
+
+@cache
+def _compiled(template: str) -> Template:
+    """Compiled once in a process, which takes longer than filling it."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["megabytes"] = megabytes
-    environment.filters["volume"] = volume
-    environment.filters["count"] = count
-    environment.filters["duration"] = duration
-    environment.filters["ranged"] = ranged
-    body = Markup(environment.from_string(template).render(values))
-    return environment.from_string(FRAME).render(title=title, body=body)
+    environment.filters |= {
+        "megabytes": megabytes,
+        "volume": volume,
+        "count": count,
+        "duration": duration,
+        "ranged": ranged,
+    }
+    return environment.from_string(template)
 
 
 def ranged(text: str) -> Markup:
