@@ -10,7 +10,7 @@ Where a token has a zero point, half of its range stands for the maximum in the 
 (`compress/rounding/signs.py`). With 4-bit weights the second line has a step for each group of a row, 127 / 7 times as
 long; it sums over groups. Beside them activations may be bfloat16: then the first line is left out.
 
-It is differentiable in s, so that Adam finds scales better than any alpha of SmoothQuant, from whose best it starts.
+Its gradient is written out, so that Adam finds scales better than any alpha of SmoothQuant, from whose best it starts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ INT4_STEP = 127 / 7  # of a group of 4-bit weights, in steps of 8 bits
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 RATE = 0.03  # of the logarithm of a scale a step, decaying to zero
 CANDIDATES = 16  # channels of a token or row that can become its largest while scales are searched
+TINY = torch.finfo(torch.float32).tiny
 SEARCH_ROWS = 1024  # tokens a step, others in the next: all of 5120 in every step gives SmolLM2 the same error
 
 
 class _Largest:
-    """The largest product x · f of each row, or of each group of its channels; only the winner carries a gradient.
+    """The largest product x · f of each row, or of each group of its channels.
 
     Args:
         x_RGK: (R, G, K / G) float32.
@@ -51,26 +52,27 @@ class _Largest:
 
     def __call__(self, factor_K: Tensor) -> Tensor:
         """(R, G)."""
-        if self._channel_RGC is None and not factor_K.requires_grad:
-            factor_GK = factor_K.view(self._x_RGK.shape[1:])  # the same values, eight times as fast as by places
-            return torch.cat([(rows * factor_GK).amax(dim=2) for rows in self._x_RGK.split(SEARCH_ROWS)])
-        fixed_K = factor_K.detach()
-        if self._channel_RGC is None:
-            groups, size = self._x_RGK.shape[1:]
-            place_RG1 = (self._x_RGK * fixed_K.view(groups, size)).argmax(dim=2, keepdim=True)
-            channel_RG1 = place_RG1 + torch.arange(groups)[:, None] * size
-        else:
-            place_RG1 = (self._x_RGK * fixed_K[self._channel_RGC]).argmax(dim=2, keepdim=True)
-            channel_RG1 = self._channel_RGC.gather(2, place_RG1)
-        return self._x_RGK.gather(2, place_RG1)[..., 0] * factor_K[channel_RG1[..., 0]]
+        if self._channel_RGC is not None:
+            return (self._x_RGK * factor_K[self._channel_RGC]).amax(dim=2)
+        factor_GK = factor_K.view(self._x_RGK.shape[1:])  # the same values, eight times as fast as by places
+        return torch.cat([(rows * factor_GK).amax(dim=2) for rows in self._x_RGK.split(SEARCH_ROWS)])
+
+    def winners(self, factor_K: Tensor) -> tuple[Tensor, Tensor]:
+        """The same (R, G), and the channel of each."""
+        if self._channel_RGC is not None:
+            largest = (self._x_RGK * factor_K[self._channel_RGC]).max(dim=2)
+            return largest.values, self._channel_RGC.gather(2, largest.indices[..., None])[..., 0]
+        groups, size = self._x_RGK.shape[1:]
+        largest = (self._x_RGK * factor_K.view(groups, size)).max(dim=2)
+        return largest.values, largest.indices + torch.arange(groups) * size
 
 
 class RoundingNoise:
     """The formula above, proportional to the expected squared error of the outputs.
 
     Sums over tokens and rows do not depend on the scale but for a factor a channel, and are taken once. Of the maxima
-    only the winners carry a gradient, so that a step is one pass over each matrix, and none backward; `near` leaves
-    the few channels that can win.
+    only the winners carry a gradient, so that it takes one pass over each matrix; `near` leaves the few channels that
+    can win.
 
     Args:
         x_MK: (M, K) float32 activations before they are divided.
@@ -120,17 +122,44 @@ class RoundingNoise:
         return found
 
     def __call__(self, scale_K: Tensor) -> Tensor:
-        """A scalar that can be differentiated by the positive `scale_K`."""
+        """A scalar, for positive `scale_K`."""
         inverse_K = 1 / scale_K
-        input_G = (self._input_K * inverse_K.square()).view(-1, self._group).sum(dim=1)
-        of_weights = self._coarser * (self._weights(scale_K).square().sum(dim=0) * input_G).sum()
+        of_weights = self._coarser * (self._weights(scale_K).square().sum(dim=0) * self._inputs(inverse_K)).sum()
         if not self._rounds:
             return of_weights
-        token_M = self._sides[0](inverse_K)[:, 0]
-        if self._above:  # 0 is always in the range
-            token_M = (token_M.clamp(min=0) + self._sides[1](inverse_K)[:, 0].clamp(min=0)) / 2
-        activation = (token_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum()
-        return activation + of_weights
+        step_M = self._steps([side(inverse_K)[:, 0] for side in self._sides])
+        return (step_M.square() * self._token_M).sum() * (self._energy_K * scale_K.square()).sum() + of_weights
+
+    def gradient(self, scale_K: Tensor) -> tuple[Tensor, Tensor]:
+        """The same scalar, and its gradient (K,) by the logarithm of `scale_K`."""
+        inverse_K = 1 / scale_K
+        row_NG, channel_NG = self._weights.winners(scale_K)
+        square_NG, input_G = row_NG.square(), self._inputs(inverse_K)
+        weight_G = square_NG.sum(dim=0)
+        noise = (weight_G * input_G).sum()
+        of_steps_K = torch.zeros_like(scale_K).index_add_(0, channel_NG.flatten(), (square_NG * input_G).flatten())
+        of_inputs_GK = (self._input_K * inverse_K.square()).view(-1, self._group) * weight_G[:, None]
+        noise, gradient_K = self._coarser * noise, 2 * self._coarser * (of_steps_K - of_inputs_GK.flatten())
+        if not self._rounds:
+            return noise, gradient_K
+        largest = [side.winners(inverse_K) for side in self._sides]
+        step_M = self._steps([side_M1[:, 0] for side_M1, _ in largest])
+        stored_K = self._energy_K * scale_K.square()
+        energy, tokens = stored_K.sum(), (step_M.square() * self._token_M).sum()
+        gradient_K += 2 * tokens * stored_K
+        counts_M = -2 * energy * self._token_M * step_M / len(largest)
+        for side_M1, channel_M1 in largest:
+            side_M = side_M1[:, 0].clamp(min=0)
+            gradient_K.index_add_(0, channel_M1[:, 0], counts_M * side_M)
+        return noise + tokens * energy, gradient_K
+
+    def _inputs(self, inverse_K: Tensor) -> Tensor:
+        """(G,) squares of the inputs of each group, divided."""
+        return (self._input_K * inverse_K.square()).view(-1, self._group).sum(dim=1)
+
+    def _steps(self, sides: list[Tensor]) -> Tensor:
+        """(M,) the largest of each token, or half of its range, in which 0 always is."""
+        return sides[0] if len(sides) == 1 else (sides[0].clamp(min=0) + sides[1].clamp(min=0)) / 2
 
     def _of_tokens(self, x_MK: Tensor, token_M: Tensor) -> None:
         sides = (x_MK, -x_MK) if self._above else (x_MK.abs(),)
@@ -172,27 +201,39 @@ class Search:
         whole = RoundingNoise(x_MK, weight_NK, self.token_M, self.group, self.above, self.rounds)
         parts = [whole.part(slice(first, None, every)) for first in range(every)] if every > 1 else [whole]
 
-        def wide(scale: Tensor) -> Tensor:
-            return scale if heads is None else heads.of_queries(scale, x_MK.shape[1])
-
-        def noise(of_inputs: RoundingNoise, scale: Tensor) -> Tensor:
-            return of_inputs(wide(scale))
-
+        count = x_MK.shape[1]
         found = magnitudes(x_MK, weight_NK, heads)
+        place_K = torch.arange(len(found[0]))  # of the scale of each channel
+        if heads is not None:
+            place_K = heads.of_queries(place_K, count)
         candidates = [smoothing_scale(*found, each) for each in ALPHAS]
         candidates.append(torch.ones_like(candidates[0]))
-        noises = [float(noise(parts[0], scale)) for scale in candidates]
+        noises = [float(parts[0](scale[place_K])) for scale in candidates]
         best = candidates[noises.index(min(noises))]
-        weights = whole.near_weights(wide(best))
-        parts = [part.near_inputs(wide(best), weights) for part in parts]
-        logarithm = best.log().requires_grad_(True)
-        adam = torch.optim.Adam([logarithm], lr=RATE)
+        weights = whole.near_weights(best[place_K])
+        parts = [part.near_inputs(best[place_K], weights) for part in parts]
+        adam = _Adam(best.log())
         for step in range(self.steps):
-            adam.param_groups[0]["lr"] = RATE * (1 - step / self.steps)
-            with torch.enable_grad():
-                reached = noise(parts[step % every], logarithm.exp())
-                adam.zero_grad()
-                reached.clamp(min=torch.finfo(torch.float32).tiny).log().backward()  # of zeros nothing is rounded
-            adam.step()
-        searched = logarithm.detach().exp()
-        return searched if float(noise(whole, searched)) < float(noise(whole, best)) else best
+            noise, gradient_K = parts[step % every].gradient(adam.value.exp()[place_K])
+            gradient_K /= noise.clamp(min=TINY)  # of the noise's logarithm; of zeros nothing is rounded
+            gradient = torch.zeros_like(best).index_add_(0, place_K, gradient_K)
+            adam.step(gradient, RATE * (1 - step / self.steps))
+        searched = adam.value.exp()
+        return searched if float(whole(searched[place_K])) < float(whole(best[place_K])) else best
+
+
+class _Adam:
+    """Adam (arXiv:1412.6980) on one tensor, with its usual settings. A step of torch's takes several times as long for
+    what it can do beside."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self._mean, self._square = value, torch.zeros_like(value), torch.zeros_like(value)
+        self._steps = 0
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        """Change `value` in place."""
+        self._steps += 1
+        self._mean.lerp_(gradient, 0.1)
+        self._square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        root = (self._square.sqrt() / (1 - 0.999**self._steps) ** 0.5).add_(1e-8)
+        self.value.addcdiv_(self._mean, root, value=-rate / (1 - 0.9**self._steps))

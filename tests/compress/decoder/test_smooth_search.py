@@ -46,8 +46,9 @@ def test_its_gradient_is_that_of_the_formula_written_out() -> None:
 
     scale = torch.rand(32, generator=torch.Generator().manual_seed(2)).add(0.5).requires_grad_()
     (wanted,) = torch.autograd.grad(formula(scale), scale)
-    (found,) = torch.autograd.grad(RoundingNoise(x, weight, tokens)(scale), scale)
-    assert torch.allclose(found, wanted, rtol=1e-4)
+    noise, found = RoundingNoise(x, weight, tokens).gradient(scale.detach())
+    assert torch.allclose(found, wanted * scale, rtol=1e-4)  # by the logarithm of the scale
+    assert torch.allclose(noise, formula(scale))
 
 
 @pytest.mark.parametrize(("group", "above"), [(0, False), (0, True), (32, False)])
@@ -57,10 +58,23 @@ def test_the_channels_that_come_near_give_the_same_noise_and_gradient(group: int
     whole = RoundingNoise(x, weight, torch.ones(128), group, above)
     near = whole.near(scale)
     assert near(scale).equal(whole(scale))
-    moved = (scale * torch.rand(len(scale), generator=torch.Generator().manual_seed(3)).add(0.7)).requires_grad_()
-    (wanted,) = torch.autograd.grad(whole(moved), moved)
-    (found,) = torch.autograd.grad(near(moved), moved)
+    moved = scale * torch.rand(len(scale), generator=torch.Generator().manual_seed(3)).add(0.7)
+    (_, wanted), (_, found) = whole.gradient(moved), near.gradient(moved)
     assert torch.allclose(found, wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("group", "above", "rounds"), [(0, False, True), (0, True, True), (32, False, False)])
+def test_its_gradient_is_how_much_it_changes(group: int, above: bool, rounds: bool) -> None:
+    x, weight = (values.double() for values in heavy_tailed(64, 64))
+    noise = RoundingNoise(x, weight, torch.ones(64).double(), group, above, rounds)
+    scale = torch.rand(64, generator=torch.Generator().manual_seed(2)).double().add(0.5)
+    value, gradient = noise.gradient(scale)
+    assert value.equal(noise(scale))
+    for channel in range(0, 64, 5):
+        step = torch.zeros(64).double()
+        step[channel] = 1e-7
+        changed = (noise(scale * step.exp()) - noise(scale * (-step).exp())) / 2e-7
+        assert float(changed) == pytest.approx(float(gradient[channel]), rel=1e-4, abs=1e-6 * float(value))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 50, 101, 999])
