@@ -1,4 +1,4 @@
-"""Measure the INT8 key-value cache against the float32 one: perplexity, bytes, attention and whole decoder steps.
+"""Measure caches of keys and values in float16 and INT8 against float32: perplexity, bytes, attention, decoder steps.
 
     python benchmarks/run_kv_cache.py build/smollm2-int8
     python benchmarks/run_kv_cache.py build/smollm2-int8 --only perplexity
@@ -33,8 +33,9 @@ from penjing.kernels.decoder_step import DecoderStep
 from penjing.serve.engine.config import KvDtype
 from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
 
-DTYPES: tuple[KvDtype, KvDtype] = ("float32", "int8")
+DTYPES: tuple[KvDtype, ...] = ("float32", "float16", "int8")
 FLOAT_CACHE = "float32 cache"
+PAGES: dict[KvDtype, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 CHUNK = 256  # tokens of a window that share a step: later ones read what earlier steps stored
 
 
@@ -78,27 +79,28 @@ def perplexity_rows(loaded: LoadedModel, step: DecoderStep, num_tokens: int, win
     value = {kind: perplexity(loaded.config, step, windows, kind) for kind in DTYPES}
     token_bytes = {kind: bytes_per_block(loaded.config, 1, kind) for kind in DTYPES}
     name = f"perplexity_{loaded.scheme}"
-    return [
-        new_row("kv_cache", f"{name}_float32_cache", value["float32"], "perplexity", runs=1),
-        new_row(
-            "kv_cache",
-            f"{name}_int8_cache",
-            value["int8"],
-            "perplexity",
-            runs=1,
-            baseline=FLOAT_CACHE,
-            baseline_value=value["float32"],
-        ),
-        new_row(
-            "kv_cache",
-            "bytes_per_token",
-            token_bytes["int8"],
-            "B",
-            runs=1,
-            baseline=FLOAT_CACHE,
-            baseline_value=token_bytes["float32"],
-        ),
-    ]
+    rows = [new_row("kv_cache", f"{name}_float32_cache", value["float32"], "perplexity", runs=1)]
+    for kind in DTYPES[1:]:
+        against = {"runs": 1, "baseline": FLOAT_CACHE}
+        rows += [
+            new_row(
+                "kv_cache",
+                f"{name}_{kind}_cache",
+                value[kind],
+                "perplexity",
+                baseline_value=value["float32"],
+                **against,
+            ),
+            new_row(
+                "kv_cache",
+                f"{'' if kind == 'int8' else kind + '_'}bytes_per_token",
+                token_bytes[kind],
+                "B",
+                baseline_value=token_bytes["float32"],
+                **against,
+            ),
+        ]
+    return rows
 
 
 def perplexity(config: DecoderConfig, step: DecoderStep, windows_WT: Tensor, kind: KvDtype) -> float:
@@ -125,7 +127,7 @@ def perplexity(config: DecoderConfig, step: DecoderStep, windows_WT: Tensor, kin
 def attention_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
     """One query a sequence over long contexts, in tokens of context a second; the limit is reading their bytes."""
     cases = {READ: reading(kernels)}
-    token_bytes = {"float32": 2 * KV_HEADS * HEAD_DIM * 4, "int8": 2 * KV_HEADS * (HEAD_DIM + 4)}
+    token_bytes = {kind: 2 * KV_HEADS * bytes_of_row(kind) for kind in DTYPES}
     for sequences, context in ((24, 4096), (12, 8192), (1, 98304)):
         blocks = -(-context // BLOCK_SIZE)
         table = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(0)).int()
@@ -145,8 +147,8 @@ def attention_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
             value,
             "Mkeys/s",
             runs=rounds,
-            baseline=FLOAT_CACHE if kind == "int8" else READ,
-            baseline_value=rate["float32 " + shape] if kind == "int8" else limit / token_bytes[kind],
+            baseline=READ if kind == "float32" else FLOAT_CACHE,
+            baseline_value=limit / token_bytes[kind] if kind == "float32" else rate["float32 " + shape],
             share_of_limit=value * token_bytes[kind] / limit,
         )
         for name, value in rate.items()
@@ -154,11 +156,16 @@ def attention_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
     ]
 
 
+def bytes_of_row(kind: KvDtype) -> int:
+    """Of a head's key or value, its scale included."""
+    return HEAD_DIM + 4 if kind == "int8" else HEAD_DIM * PAGES[kind].itemsize
+
+
 def random_layer(kernels: CpuExtension, num_blocks: int, kind: KvDtype) -> list[Tensor]:
     """Keys, values and, for int8, their scales."""
     shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    if kind == "float32":
-        return [kernels.empty_pages(shape, torch.float32).normal_() for _ in range(2)]
+    if kind != "int8":
+        return [kernels.empty_pages(shape, PAGES[kind]).normal_() for _ in range(2)]
     pages = [kernels.empty_pages(shape, torch.int8).random_(-127, 128) for _ in range(2)]
     return pages + [kernels.empty_pages(shape[:3], torch.float32).uniform_(0.01, 0.02) for _ in range(2)]
 
@@ -193,8 +200,8 @@ def step_rows(kernels: CpuExtension, config: DecoderConfig, step: DecoderStep, r
             value,
             "tok/s",
             runs=rounds,
-            baseline=FLOAT_CACHE if kind == "int8" else None,
-            baseline_value=rate["float32 " + shape] if kind == "int8" else None,
+            baseline=None if kind == "float32" else FLOAT_CACHE,
+            baseline_value=None if kind == "float32" else rate["float32 " + shape],
             share_of_limit=value / int(shape.split("x")[0]) * read_bytes[name] / limit,
         )
         for name, value in rate.items()

@@ -19,7 +19,7 @@ from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.key_blocks import StepBlocks
-from penjing.kernels.cpu.kv_layout import check_int8_head_dim
+from penjing.kernels.cpu.kv_layout import PAGE_DTYPES, check_int8_head_dim, page_dtype
 from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import PROJECTIONS, StepAdapters
@@ -193,8 +193,8 @@ class DecoderStep:
             context_len_S: (S,) int32, keys of each sequence, its new tokens included.
             block_table_SB: (S, B) int32; entries no row sees are not read.
             logit_rows_R: (R,) int32, rows whose logits are wanted; R may be 0.
-            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, or int8 with scales;
-                written in place.
+            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32 or float16, or int8 with
+                scales; written in place.
             kv_scale: (num_layers, 2, num_blocks, num_kv_heads, block_size) float32 of an INT8 pool, see `kv_layout`.
             adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
                 together. None: no row has one.
@@ -256,8 +256,7 @@ class DecoderStep:
     ) -> None:
         token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool = inputs
         num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
-        if kv_scale is None and kv_pool.dtype == torch.int8:
-            raise ValueError("an INT8 pool needs kv_scale")
+        pool_dtype = page_dtype(kv_pool, kv_scale)
         addresses = [
             _address("token_ids_T", token_ids_T, torch.int32, (num_rows,)),
             _address("positions_T", positions_T, torch.int32, (num_rows,)),
@@ -266,7 +265,7 @@ class DecoderStep:
             _address("cu_query_S1", cu_query_S1, torch.int32, (num_sequences + 1,)),
             _address("context_len_S", context_len_S, torch.int32, (num_sequences,)),
             _address("block_table_SB", block_table_SB, torch.int32, (num_sequences, None)),
-            _address("kv_pool", kv_pool, torch.float32 if kv_scale is None else torch.int8, self._pool_shape),
+            _address("kv_pool", kv_pool, pool_dtype, self._pool_shape),
         ]
         if kv_scale is not None:
             check_int8_head_dim(kv_pool.shape[-1])
@@ -284,6 +283,7 @@ class DecoderStep:
             sequences=abi.Sequences(cu_query, context_len, table, block_table_SB.shape[1], num_sequences),
             pool=pool,
             pool_scale=scales[0] if scales else None,
+            pool_dtype=PAGE_DTYPES[pool_dtype],
             num_blocks=kv_pool.shape[2],
             block_size=kv_pool.shape[4],
             top=top,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penjing.kernels.cpu.kv_layout import check_cache, is_native
+from penjing.kernels.cpu.kv_layout import FLOAT16_MOST, check_cache, is_native
 from penjing.kernels.dispatch import cpu_extension
 from penjing.kernels.quantize import quantize_per_token_torch
 
@@ -20,7 +20,8 @@ def write_kv(
 ) -> None:
     """Store the keys and values of T tokens in one layer's pages.
 
-    An INT8 cache takes each token's head as `quantize_per_token` does: scale = amax / 127, half to even.
+    An INT8 cache takes each token's head as `quantize_per_token` does: scale = amax / 127, half to even. In float16
+    what lies beyond ±65504 becomes that.
 
     Args:
         k_TKD, v_TKD: (T, num_kv_heads, head_dim).
@@ -58,6 +59,8 @@ def write_kv(
     block_T, offset_T = slot_T // block_size, slot_T % block_size
     for x_TKD, cache, scale in ((k_TKD, k_cache, k_scale), (v_TKD, v_cache, v_scale)):
         if scale is None:
+            if cache.dtype == torch.float16:
+                x_TKD = x_TKD.clamp(-FLOAT16_MOST, FLOAT16_MOST)
             cache[block_T, :, offset_T] = x_TKD.to(cache.dtype)
         elif len(x_TKD):
             q, factor = quantize_per_token_torch(x_TKD.flatten(0, 1))

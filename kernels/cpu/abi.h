@@ -118,7 +118,7 @@ struct PjSelection {
     int64_t budget;  // at least sink + window
 };
 
-// One layer's pages: (num_blocks, num_kv_heads, block_size, head_dim), float32 without scales and int8 with. Scales are
+// One layer's pages: (num_blocks, num_kv_heads, block_size, head_dim), float32 or float16, or int8 with scales. These are
 // (num_blocks, num_kv_heads, block_size): apart, so that rows stay aligned and scales of neighbours share cache lines.
 // What is known of each block of keys: (num_blocks, num_kv_heads, block_size / block, 2, head_dim) and their scales
 // without the last dimension; see select.h.
@@ -133,5 +133,7 @@ struct PjPages {
     int64_t head_dim;
     int8_t* summary;  // both or none
     float* summary_scale;
+    int32_t dtype;  // PjDtype: PJ_F32, PJ_F16 or PJ_INT8
+    int32_t unused;
 };
 }

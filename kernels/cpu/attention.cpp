@@ -102,7 +102,8 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
     }
     const bool int8 = call.pages.k_scale != nullptr;
     const int head_dim = static_cast<int>(shape.head_dim);
-    ops.pack_keys(rows.k, ahead_k, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim, sight.chosen, w.keys);
+    ops.pack_keys(rows.k, ahead_k, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim,
+                  call.pages.dtype == PJ_F16, sight.chosen, w.keys);
     for (int64_t first = sight.first; first < sight.last; ahead_v = nullptr) {
         // Tokens that see none of the tile stay as they are; they lie between others where rows choose.
         int64_t last = first;
@@ -115,7 +116,8 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
         const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
         ops.attend_tile({q, w.q_scale + row, w.keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead_v,
                          w.low + row, w.high + row, call.masks ? w.chosen + row : nullptr, state.peak + row,
-                         state.total + row, state.out + row * head_dim, static_cast<int>((last - first) * group), head_dim, call.cap * LOG2_E});
+                         state.total + row, state.out + row * head_dim, static_cast<int>((last - first) * group), head_dim,
+                         call.pages.dtype, call.cap * LOG2_E});
         first = last;
     }
 }
@@ -251,6 +253,7 @@ void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t
     const int64_t row = (page * pages.num_kv_heads + kv_head) * pages.block_size + offset;
     const auto store = [&](const float* x, void* to, float* scale) {
         if (scale) ops.quantize_row(x, head_dim, static_cast<uint8_t*>(to) + row * head_dim, scale + row, 0);
+        else if (pages.dtype == PJ_F16) ops.narrow_row(x, head_dim, static_cast<uint16_t*>(to) + row * head_dim);
         else memcpy(static_cast<float*>(to) + row * head_dim, x, static_cast<size_t>(head_dim) * sizeof(float));
     };
     if (key) store(key, pages.k, pages.k_scale);

@@ -24,7 +24,7 @@ void attention_member(const Team& team, void* context) {
     Call& c = *static_cast<Call*>(context);
     float* scratch = c.scratch + static_cast<size_t>(team.member) * c.scratch_floats;
     if (!c.selection.completed().empty()) {
-        summarize_blocks(c.selection, c.call.pages, team);
+        summarize_blocks(c.ops, c.selection, c.call.pages, team);
         team.sync();
     }
     if (c.masks) {

@@ -41,7 +41,7 @@ public:
         : pages_(pages), table_(sequences.block_table + item.sequence * sequences.table_stride), head_(item.kv_head),
           row_bytes_(bytes_of_row(pages)) {}
     static int64_t bytes_of_row(const PjPages& pages) {
-        return pages.head_dim * (pages.k_scale ? 1 : static_cast<int64_t>(sizeof(float)));
+        return pages.head_dim * element_bytes(pages.dtype);
     }
     int64_t left_in_page(int64_t position) const { return pages_.block_size - position % pages_.block_size; }
     int64_t row(int64_t position) const {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.cpu.key_blocks import KeyBlocks
-from penjing.kernels.cpu.kv_layout import check_cache
+from penjing.kernels.cpu.kv_layout import PAGE_DTYPES, check_cache, page_dtype
 from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Selection, Sequences
 
 
@@ -88,14 +88,16 @@ def raise_for(result: int, num_blocks: int) -> None:
 def pages_of(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Pages:
     """Describe one layer's pages; raises ValueError for shapes or dtypes that do not fit together."""
     check_cache(k_cache, v_cache, k_scale, v_scale)
-    dtype = torch.int8 if k_scale is not None else torch.float32
+    dtype = page_dtype(k_cache, k_scale)
     check("k_cache", k_cache, dtype, (None, None, None, None))
     check("v_cache", v_cache, dtype, tuple(k_cache.shape))
     if 0 in k_cache.shape:
         raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}; no dimension may be 0")
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     scales = [None if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)]
-    return Pages(k_cache.data_ptr(), v_cache.data_ptr(), *scales, num_blocks, block_size, num_kv_heads, head_dim)
+    pages = Pages(k_cache.data_ptr(), v_cache.data_ptr(), *scales, num_blocks, block_size, num_kv_heads, head_dim)
+    pages.dtype = PAGE_DTYPES[dtype]
+    return pages
 
 
 def rows(name: str, x_MK: Tensor, columns: int | None) -> Tensor:

@@ -269,11 +269,11 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
 
 PjPages Decoder::pages(int64_t layer) const {
     const int64_t rows = in_.num_blocks * in_.block_size * model_.num_kv_heads;
-    const int64_t bytes = rows * model_.head_dim * (in_.pool_scale ? 1 : static_cast<int64_t>(sizeof(float)));
+    const int64_t bytes = rows * model_.head_dim * element_bytes(in_.pool_dtype);
     char* k = static_cast<char*>(in_.pool) + layer * 2 * bytes;
     float* scale = in_.pool_scale ? in_.pool_scale + layer * 2 * rows : nullptr;
     PjPages pages{k, k + bytes, scale, scale ? scale + rows : nullptr, in_.num_blocks, in_.block_size,
-                  model_.num_kv_heads, model_.head_dim, nullptr, nullptr};
+                  model_.num_kv_heads, model_.head_dim, nullptr, nullptr, in_.pool_dtype, 0};
     if (chooses(layer)) {
         const int64_t halves = in_.choosing[layer] * rows / in_.selection.block * 2;
         pages.summary = in_.summary + halves * model_.head_dim;
@@ -290,7 +290,7 @@ void Decoder::attention(const Team& team, int64_t layer) {
                              choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap};
     float* scratch = attention_scratch_[static_cast<size_t>(team.member)];
     if (chooses(layer) && !choice_.completed().empty()) {
-        summarize_blocks(choice_, call.pages, team);
+        summarize_blocks(*ops_, choice_, call.pages, team);
         if (choosing) team.sync();
     }
     if (choosing) {

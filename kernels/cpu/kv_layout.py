@@ -13,6 +13,9 @@ import torch
 
 # Sums of 32767 × 127 over more dimensions than this leave 32 bits; dimensions are read four at a time.
 INT8_MAX_HEAD_DIM, INT8_HEAD_DIM_MULTIPLE = 512, 4
+# Of pages that the C++ kernels take, by their number in abi.h (PjDtype).
+PAGE_DTYPES = {torch.float32: 0, torch.float16: 2, torch.int8: 3}
+FLOAT16_MOST = 65504.0  # what lies beyond is stored as this
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,16 @@ def _gather(pages: torch.Tensor, scale: torch.Tensor | None, row_N: torch.Tensor
 
 def is_native(cache: torch.Tensor) -> bool:
     """The C++ kernels read and write pages of this dtype."""
-    return cache.dtype in (torch.float32, torch.int8) and cache.numel() > 0
+    return cache.dtype in PAGE_DTYPES and cache.numel() > 0
+
+
+def page_dtype(pages: torch.Tensor, scale: torch.Tensor | None) -> torch.dtype:
+    """What the C++ kernels want `pages` to be, given their scales; raises ValueError where int8 has none."""
+    if scale is None and pages.dtype == torch.int8:
+        raise ValueError("an INT8 pool needs kv_scale")
+    if scale is not None:
+        return torch.int8
+    return torch.float16 if pages.dtype == torch.float16 else torch.float32
 
 
 def check_cache(

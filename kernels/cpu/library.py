@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 
 
@@ -118,6 +118,8 @@ class Pages(ctypes.Structure):
         ("head_dim", c_int64),
         ("summary", c_void_p),
         ("summary_scale", c_void_p),
+        ("dtype", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -161,6 +163,8 @@ class StepInput(ctypes.Structure):
         ("summary", c_void_p),
         ("summary_scale", c_void_p),
         ("hidden", c_void_p),
+        ("pool_dtype", c_int32),
+        ("unused", c_int32),
     )
 
 

@@ -43,21 +43,23 @@ struct Int4Rows {
     bool add;  // out += instead of out =
 };
 
-// Keys and values are float32, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact sums of
-// integers and only the cache itself costs accuracy.
 // Memory that a product asks for meanwhile: so many cache lines for each of its k-groups, from `at` on.
 struct Ahead {
     const int8_t* at;
     int lines;
 };
 
+inline int64_t element_bytes(int32_t dtype) { return dtype == PJ_F32 ? 4 : dtype == PJ_INT8 ? 1 : 2; }
+
+// Keys and values are float32 or float16, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact
+// sums of integers and only the cache itself costs accuracy.
 struct AttentionTile {
     const void* q;             // (rows, head_dim), times scale × log2(e): float, or of quantize_query
     const float* q_scale;      // INT8: (rows)
     const float* k;            // packed by pack_keys
-    const float* k_scale;      // INT8: (TILE_KEYS); null: float32
+    const float* k_scale;      // INT8: (TILE_KEYS); null: floats
     const float* v_scale;      // the same
-    const void* const* v;      // TILE_KEYS rows of head_dim
+    const void* const* v;      // TILE_KEYS rows of head_dim, of `dtype`
     const void* const* ahead;  // TILE_KEYS rows that the next tile starts with, to be fetched meanwhile; or null
     const int32_t* low;         // (rows) keys [low, high) of the tile are visible; at least one is
     const int32_t* high;
@@ -67,6 +69,7 @@ struct AttentionTile {
     float* out;                 // (rows, head_dim) running weighted sum, not yet divided by total
     int rows;
     int head_dim;
+    int dtype;  // as PjPages::dtype
     float cap;  // scores, times log2(e), become cap × tanh(score / cap); 0: they stay
 };
 
@@ -107,6 +110,8 @@ struct Ops {
     // x · H in blocks of `block` (a power of two up to MAX_HADAMARD that divides k), H orthogonal; out may be x.
     void (*hadamard_row)(const float* x, int64_t k, int64_t block, float* out);
     void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);
+    // x in float16, rounded half to even; what lies beyond ±65504 becomes that.
+    void (*narrow_row)(const float* x, int64_t k, uint16_t* out);
     void (*scale_row)(const float* x, float factor, int64_t k, float* out);
 
     // Sum of the 32-bit words of some memory: the reading speed that other kernels are measured against.
@@ -115,7 +120,7 @@ struct Ops {
     // Transposes the first `keys` rows of a tile into groups of one vector: out[group][word][lane]. A row has `words` of
     // 32 bits: a float, or four dimensions in INT8. Of `chosen` bits are as in
     // AttentionTile: what none needs is left out. Meanwhile as many rows of `ahead` are fetched as are packed.
-    void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out);
+    void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, bool half, int chosen, float* out);
     // x × factor in 16 bits with one scale, amax / 32767. Of each four dimensions the even ones come first.
     void (*quantize_query)(const float* x, float factor, int head_dim, int16_t* q, float* scale);
     // Attention of some rows to one tile, merged into their running state.

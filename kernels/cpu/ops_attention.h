@@ -17,25 +17,38 @@ inline void fetch_row(const void* row, int bytes) {
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 2);
 }
 
+inline V load_key(const float* p, int n) { return v_load_n(p, n); }
+inline V load_key(const uint16_t* p, int n) { return v_load_f16_n(p, n); }
+
 // A little at a time: bursts of requests fill the first-level cache's miss buffers and stall (27 against 37 GB/s).
-inline void pack_keys(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out) {
+template <typename T>
+inline void pack_rows(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out) {
     for (int group = 0; group * W < keys; ++group) {
         if (!(chosen >> (group * W / CHOICE_KEYS) & 1)) continue;
-        const float* rows[W];
+        const T* rows[W];
         // Past the last key the first stands in; its scores are masked.
         for (int lane = 0; lane < W; ++lane)
-            rows[lane] = static_cast<const float*>(k[group * W + lane < keys ? group * W + lane : 0]);
+            rows[lane] = static_cast<const T*>(k[group * W + lane < keys ? group * W + lane : 0]);
         float* to = out + static_cast<int64_t>(group) * words * W;
         int d = 0;
         for (; d + W <= words; d += W) {
-            for (int lane = 0; lane < W; ++lane) __builtin_prefetch(static_cast<const float*>(ahead[lane]) + d, 0, 2);
+            for (int lane = 0; lane < W; ++lane) __builtin_prefetch(static_cast<const T*>(ahead[lane]) + d, 0, 2);
             v_transpose(rows, d, to + d * W);
         }
-        // Bytes, not floats: a word may be four dimensions.
-        for (; d < words; ++d)
-            for (int lane = 0; lane < W; ++lane) __builtin_memcpy(to + d * W + lane, rows[lane] + d, sizeof(float));
+        for (int lane = 0; d < words && lane < W; ++lane) {
+            alignas(64) float rest[W];
+            v_store(rest, load_key(rows[lane] + d, words - d));
+            // Bytes, not floats: a word may be four dimensions.
+            for (int i = d; i < words; ++i) __builtin_memcpy(to + i * W + lane, rest + i - d, sizeof(float));
+        }
         ahead += W;
     }
+}
+
+inline void pack_keys(const void* const* k, const void* const* ahead, int keys, int words, bool half, int chosen,
+                      float* out) {
+    if (half) pack_rows<uint16_t>(k, ahead, keys, words, chosen, out);
+    else pack_rows<float>(k, ahead, keys, words, chosen, out);
 }
 
 inline void quantize_query(const float* x, float factor, int head_dim, int16_t* q, float* scale) {
@@ -159,6 +172,8 @@ inline void scores_int8(const AttentionTile& tile, int row, int group, float* ou
 
 template <bool TAIL>
 inline V load_value(const float* p, int n) { return TAIL ? v_load_n(p, n) : v_load(p); }
+template <bool TAIL>
+inline V load_value(const uint16_t* p, int n) { return TAIL ? v_load_f16_n(p, n) : v_load_f16(p); }
 template <bool TAIL>
 inline V load_value(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
 
@@ -318,6 +333,7 @@ inline void attend_blocks(const AttentionTile& tile) {
 
 inline void attend_tile(const AttentionTile& tile) {
     if (tile.k_scale) attend_blocks<int8_t>(tile);
+    else if (tile.dtype == PJ_F16) attend_blocks<uint16_t>(tile);
     else attend_blocks<float>(tile);
 }
 

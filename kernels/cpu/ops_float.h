@@ -291,6 +291,14 @@ inline void widen_row(const void* x, int32_t dtype, int64_t k, float* out) {
     }
 }
 
+inline void narrow_row(const float* x, int64_t k, uint16_t* out) {
+    const V most = v_set(65504.0f), least = v_set(-65504.0f);
+    for (int64_t i = 0; i < k; i += W) {
+        const int n = k - i < W ? static_cast<int>(k - i) : W;
+        v_store_f16_n(out + i, v_max(least, v_min(most, v_load_n(x + i, n))), n);  // NaN stays
+    }
+}
+
 inline uint32_t sum_words(const uint32_t* words, int64_t count) {
     uint32_t sums[64] = {};
     for (int64_t i = 0; i + 64 <= count; i += 64)

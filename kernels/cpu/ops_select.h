@@ -17,7 +17,7 @@ inline void pack_summaries(const int8_t* const* summary, const int8_t* const* ah
         next[lane] = ahead[lane] + begin;
     }
     const int words = dims / 4;
-    pack_keys(at, next, count, words, 1, to);
+    pack_rows<float>(at, next, count, words, 1, to);
     for (int lane = 0; dims % 4 && lane < W; ++lane) {
         const int8_t* rest = static_cast<const int8_t*>(at[lane]) + 4 * words;
         int8_t word[4] = {};

@@ -43,12 +43,18 @@ void range_of(const T* key, const float* scale, int64_t keys, int64_t head_dim, 
     }
 }
 
-// `row` is the first of the block's keys; `low` and `high` are room for (head_dim).
-void summarize(const PjPages& pages, int64_t row, int64_t keys, int64_t entry, float* low, float* high) {
+// `row` is the first of the block's keys; `low` and `high` are room for (head_dim), `wide` for the keys.
+void summarize(const Ops& ops, const PjPages& pages, int64_t row, int64_t keys, int64_t entry, float* low, float* high,
+               float* wide) {
     const int64_t head_dim = pages.head_dim, at = row * head_dim;
-    if (pages.k_scale)
+    if (pages.k_scale) {
         range_of(static_cast<const int8_t*>(pages.k) + at, pages.k_scale + row, keys, head_dim, low, high);
-    else range_of(static_cast<const float*>(pages.k) + at, nullptr, keys, head_dim, low, high);
+    } else if (pages.dtype == PJ_F16) {
+        ops.widen_row(static_cast<const uint16_t*>(pages.k) + at, PJ_F16, keys * head_dim, wide);
+        range_of(wide, nullptr, keys, head_dim, low, high);
+    } else {
+        range_of(static_cast<const float*>(pages.k) + at, nullptr, keys, head_dim, low, high);
+    }
     for (int64_t d = 0; d < head_dim; ++d) {
         const float middle = (low[d] + high[d]) * 0.5f;
         high[d] = (high[d] - low[d]) * 0.5f;
@@ -180,15 +186,16 @@ size_t SelectionPlan::scratch_floats() const {
     return floats;
 }
 
-void summarize_blocks(const SelectionPlan& plan, const PjPages& pages, const Team& team) {
+void summarize_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, const Team& team) {
     const int64_t heads = pages.num_kv_heads, block = plan.selection().block, head_dim = pages.head_dim;
     const int64_t total = static_cast<int64_t>(plan.completed().size()) * heads;
-    std::vector<float> room(static_cast<size_t>(2 * head_dim));
+    std::vector<float> room(static_cast<size_t>((2 + block) * head_dim));
+    float *low = room.data(), *high = low + head_dim, *wide = high + head_dim;
     for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i) {
         const int64_t slot = plan.completed()[static_cast<size_t>(i / heads)] - (block - 1), head = i % heads;
         const int64_t page = slot / pages.block_size * heads + head, offset = slot % pages.block_size;
         const int64_t entry = page * (pages.block_size / block) + offset / block;
-        summarize(pages, page * pages.block_size + offset, block, entry, room.data(), room.data() + head_dim);
+        summarize(ops, pages, page * pages.block_size + offset, block, entry, low, high, wide);
     }
 }
 

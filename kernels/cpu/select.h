@@ -49,7 +49,7 @@ private:
 };
 
 // A member's share of the summaries of blocks that the step has completed; a barrier lies before and behind.
-void summarize_blocks(const SelectionPlan& plan, const PjPages& pages, const Team& team);
+void summarize_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, const Team& team);
 
 // A member's share of the masks of one layer. `wanted` (rows, or null: all) marks rows whose result is needed.
 void choose_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, const float* q, int64_t ldq,

@@ -145,14 +145,26 @@ inline V v_load_bf16_n(const uint16_t* p, int n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p, n)), 16));
 }
 inline V v_load_f16_n(const uint16_t* p, int n) { return _mm256_cvtph_ps(load_halves(p, n)); }
+inline V v_load_f16(const uint16_t* p) { return v_load_f16_n(p, W); }
+inline void v_store_f16_n(uint16_t* p, V x, int n) {
+    const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    if (n >= W) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);
+    alignas(16) uint16_t lanes[8];
+    _mm_store_si128(reinterpret_cast<__m128i*>(lanes), halves);
+    for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
 
-// Transpose 8 rows × 8 floats: out[c × 8 + r] = rows[r][c].
-inline void v_transpose(const float* const* rows, int column, float* out) {
+inline __m128 load_four(const float* p) { return _mm_loadu_ps(p); }
+inline __m128 load_four(const uint16_t* p) { return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+
+// Transpose 8 rows × 8 floats, or halves that become floats: out[c × 8 + r] = rows[r][c].
+template <typename T>
+inline void v_transpose(const T* const* rows, int column, float* out) {
     V r[8];
     for (int i = 0; i < 4; ++i) {
         for (int half = 0; half < 2; ++half) {
-            const V x = _mm256_castps128_ps256(_mm_loadu_ps(rows[i] + column + 4 * half));
-            r[4 * half + i] = _mm256_insertf128_ps(x, _mm_loadu_ps(rows[i + 4] + column + 4 * half), 1);
+            const V x = _mm256_castps128_ps256(load_four(rows[i] + column + 4 * half));
+            r[4 * half + i] = _mm256_insertf128_ps(x, load_four(rows[i + 4] + column + 4 * half), 1);
         }
     }
     for (int half = 0; half < 2; ++half) {

@@ -109,14 +109,24 @@ inline V v_load_bf16_n(const uint16_t* p, int n) {
     const __m256i half = _mm256_maskz_loadu_epi16(lanes_below(n), p);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
+inline V v_load_f16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 inline V v_load_f16_n(const uint16_t* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes_below(n), p));
 }
+inline void v_store_f16_n(uint16_t* p, V x, int n) {
+    _mm256_mask_storeu_epi16(p, lanes_below(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 
-// Transpose 16 rows × 16 floats: out[c × 16 + r] = rows[r][c].
-inline void v_transpose(const float* const* rows, int column, float* out) {
+inline V v_load_key(const float* p) { return _mm512_loadu_ps(p); }
+inline V v_load_key(const uint16_t* p) { return v_load_f16(p); }
+
+// Transpose 16 rows × 16 floats, or halves that become floats: out[c × 16 + r] = rows[r][c].
+template <typename T>
+inline void v_transpose(const T* const* rows, int column, float* out) {
     V x[16], y[16];
-    for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(rows[i] + column);
+    for (int i = 0; i < 16; ++i) x[i] = v_load_key(rows[i] + column);
     // Within 128 bits: y[4i + j] holds, in each quarter q, column 4q + j of rows 4i … 4i + 3.
     for (int i = 0; i < 16; i += 4) {
         const V low01 = _mm512_unpacklo_ps(x[i], x[i + 1]), high01 = _mm512_unpackhi_ps(x[i], x[i + 1]);

@@ -119,6 +119,17 @@ inline float from_f16(uint16_t half) {
     }
     return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13));
 }
+// Rounded half to even; x is NaN or within ±65504.
+inline uint16_t to_f16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude > 0x7f800000u) half = 0x7e00u | (magnitude >> 13 & 1023u);
+    else if (magnitude < 0x38800000u) half = static_cast<uint32_t>(lrintf(ldexpf(from_bits(magnitude), 24)));
+    else half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    return static_cast<uint16_t>(sign | half);
+}
 // Lanes of x that are at least `least`, side by side, and their places from `first` on; how many. May write W of each.
 inline int v_pack(V x, V least, int32_t first, float* value, int32_t* id) {
     float lanes[W], bound[W];
@@ -153,6 +164,10 @@ inline V v_load_int8(const int8_t* p) { PJ_LANES(V, static_cast<float>(p[i])); }
 inline V v_load_int8_n(const int8_t* p, int n) { PJ_LANES(V, i < n ? static_cast<float>(p[i]) : 0.0f); }
 inline V v_load_bf16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_bits(uint32_t{p[i]} << 16) : 0.0f); }
 inline V v_load_f16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_f16(p[i]) : 0.0f); }
+inline V v_load_f16(const uint16_t* p) { PJ_LANES(V, from_f16(p[i])); }
+inline void v_store_f16_n(uint16_t* p, V x, int n) {
+    for (int i = 0; i < n; ++i) p[i] = to_f16(x.lane[i]);
+}
 
 #undef PJ_LANES
 
@@ -160,6 +175,10 @@ inline V v_load_f16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_f16(p
 inline void v_transpose(const float* const* rows, int column, float* out) {
     for (int c = 0; c < W; ++c)
         for (int r = 0; r < W; ++r) memcpy(out + c * W + r, rows[r] + column + c, sizeof(float));
+}
+inline void v_transpose(const uint16_t* const* rows, int column, float* out) {
+    for (int c = 0; c < W; ++c)
+        for (int r = 0; r < W; ++r) out[c * W + r] = from_f16(rows[r][column + c]);
 }
 
 }  // namespace

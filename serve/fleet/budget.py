@@ -44,8 +44,12 @@ def share_memory(
     from penjing.core.checkpoint.decoder import open_checkpoint
     from penjing.serve.runner.kv_pool import AVAILABLE_SHARE, MAX_AUTO_BYTES, available_memory, resolve
 
-    models = {name: open_checkpoint(folders[name]).config for name in engines}
-    most = {name: resolve(engines[name], models[name], _UNBOUNDED) for name in engines}
+    stored = {name: open_checkpoint(folders[name]) for name in engines}
+
+    def resolved(name: str, config: EngineConfig) -> EngineConfig:
+        return resolve(config, stored[name].config, _UNBOUNDED, stored[name].quantization is not None)
+
+    most = {name: resolved(name, config) for name, config in engines.items()}
     free = [name for name in engines if engines[name].num_blocks is None and engines[name].kv_cache_bytes is None]
     if total is None:
         if len(engines) > 1 and any(most[name].device == "cuda" for name in free):
@@ -67,7 +71,7 @@ def share_memory(
         if name in free:
             config = config.model_copy(update={"kv_cache_bytes": parts[name]})
         try:
-            found = resolve(config, models[name], _UNBOUNDED)
+            found = resolved(name, config)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         assert found.kv_cache_bytes is not None and found.num_blocks is not None, "resolved"  # noqa: PT018

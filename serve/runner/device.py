@@ -35,8 +35,10 @@ def find_device(device: Device) -> Device:
     return "cpu" if refusal is not None else "cuda" if device == "auto" else device
 
 
-def resolve_device(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+def resolve_device(config: EngineConfig, model: DecoderConfig, is_quantized: bool = False) -> EngineConfig:
     """`config` with `device`, `dtype` and `kv_dtype` decided for this machine and `model`.
+
+    Keys and values of quantized weights are kept in float16 on a CPU: its rounding is far below that of activations.
 
     Raises:
         ConfigError: no CUDA device that the kernels run on, or types that the device's path does not compute in.
@@ -47,10 +49,12 @@ def resolve_device(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
     if wide and dtype != "float32":
         what = "device=cpu" if device == "cpu" else "a model of experts or latent attention"
         raise ConfigError(f"dtype={dtype} with {what}, which runs in float32; leave dtype=auto")
-    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-    if kv_dtype not in (dtype, "int8"):
+    kv_dtype, kinds = config.kv_dtype, [dtype, *(["float16"] if device == "cpu" else []), "int8"]
+    if kv_dtype == "auto":
+        kv_dtype = "float16" if device == "cpu" and is_quantized else dtype
+    if kv_dtype not in kinds:
         raise ConfigError(
-            f"kv_dtype={kv_dtype} on device={device} with dtype={dtype}: the cache is kept in dtype or in int8; "
+            f"kv_dtype={kv_dtype} on device={device} with dtype={dtype}: the cache is kept in {' or '.join(kinds)}; "
             "leave kv_dtype=auto"
         )
     return config.model_copy(update={"device": device, "dtype": dtype, "kv_dtype": kv_dtype})

@@ -25,13 +25,15 @@ DEVICE_SHARE = 0.9  # of a GPU's memory beside model and workspace: nothing else
 SCALE_BYTES = 4  # float32
 
 
-def resolve(config: EngineConfig, model: DecoderConfig, available_bytes: int) -> EngineConfig:
+def resolve(
+    config: EngineConfig, model: DecoderConfig, available_bytes: int, is_quantized: bool = False
+) -> EngineConfig:
     """`config` with `num_blocks`, `kv_cache_bytes` and `max_model_len` decided for `model`; see also `resolve_device`.
 
     Raises:
         ConfigError: the settings contradict each other, the model or the memory; says by how much.
     """
-    config = resolve_device(config, model)
+    config = resolve_device(config, model, is_quantized)
     check_key_blocks(config, model)
     size, context = config.block_size, model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:

@@ -67,7 +67,7 @@ def make_engine(
         ConfigError: the settings contradict each other, the model or the memory.
         BrokenEngineError: a worker ended before it had loaded.
     """
-    config = resolve_device(config or EngineConfig(), loaded.config)
+    config = resolve_device(config or EngineConfig(), loaded.config, loaded.scheme != "fp32")
     check_taking(config, loaded.scheme != "fp32")
     if loaded.sight is not None and config.device != "cpu":
         raise ConfigError("a decoder that sees is served on a CPU only; take device=cpu")

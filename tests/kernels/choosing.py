@@ -21,7 +21,7 @@ class Layer:
         context: int,
         blocks: KeyBlocks,
         page: int,
-        int8: bool,
+        dtype: torch.dtype,
         seed: int = 0,
         heads: tuple[int, int] = (HEADS, KV_HEADS),
         dim: int = DIM,
@@ -34,9 +34,8 @@ class Layer:
             for count, size in ((heads[0], 2.0), (heads[1], 1.0), (heads[1], 1.0))
         )
         pages = -(-context // page)
-        self.k = torch.full((pages + 2, self.kv_heads, page, dim), 0 if int8 else torch.nan).to(
-            torch.int8 if int8 else torch.float32
-        )
+        int8 = dtype == torch.int8
+        self.k = torch.full((pages + 2, self.kv_heads, page, dim), 0 if int8 else torch.nan, dtype=dtype)
         self.v = self.k.clone()
         scales = [torch.full(self.k.shape[:3], torch.nan) for _ in range(2)] if int8 else [None, None]
         self.k_scale, self.v_scale = scales

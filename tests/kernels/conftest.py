@@ -34,6 +34,24 @@ def isa(request: pytest.FixtureRequest) -> Iterator[CpuExtension]:
     kernels.select_isa(before)
 
 
+@pytest.fixture(params=["torch", *ISAS])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """torch, or the C++ extension on one instruction set."""
+    if request.param == "torch":
+        with force_torch():
+            yield request.param
+        return
+    if extension() is None:
+        pytest.skip("the C++ extension is not built")
+    kernels, before = the_extension(), the_extension().isa
+    try:
+        kernels.select_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    kernels.select_isa(before)
+
+
 @pytest.fixture
 def threads() -> Iterator[CpuExtension]:
     """The extension; its number of threads is restored afterwards."""

@@ -32,22 +32,35 @@ def draw_sequence(context: int, num_queries: int, heads: int, kv_heads: int, hea
     return Sequence(q, k, v, num_queries)
 
 
+def draw(lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, seed: int = 0) -> list[Sequence]:
+    """Sequences of (new tokens, context)."""
+    return [
+        draw_sequence(context, new, *heads, head_dim, seed=seed * 1009 + index)
+        for index, (new, context) in enumerate(lengths)
+    ]
+
+
 class Cache:
     """One layer's pages with the sequences written to blocks drawn at random; unwritten memory (scales) is NaN."""
 
     def __init__(
-        self, sequences: list[Sequence], block_size: int, seed: int, spare_blocks: int = 3, int8: bool = False
+        self,
+        sequences: list[Sequence],
+        block_size: int,
+        seed: int,
+        spare_blocks: int = 3,
+        dtype: torch.dtype = torch.float32,
     ):
         _, kv_heads, head_dim = sequences[0].k.shape
         needed = [-(-sequence.context // block_size) for sequence in sequences]
         num_blocks = sum(needed) + spare_blocks
         self.block_size = block_size
         shape = num_blocks, kv_heads, block_size, head_dim
-        if int8:
-            self.k, self.v = (torch.full(shape, -128, dtype=torch.int8) for _ in range(2))
+        unwritten = -128 if dtype == torch.int8 else torch.nan
+        self.k, self.v = (torch.full(shape, unwritten, dtype=dtype) for _ in range(2))
+        self.scales = ()
+        if dtype == torch.int8:
             self.scales = torch.full(shape[:3], torch.nan), torch.full(shape[:3], torch.nan)
-        else:
-            self.k, self.v, self.scales = torch.full(shape, torch.nan), torch.full(shape, torch.nan), ()
         free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         # Entries past a sequence's last block must not be read: −1 would be refused.
         self.table = torch.full((len(sequences), max(needed) + 1), -1, dtype=torch.int32)

@@ -61,7 +61,7 @@ def test_attention_within_caps(window: int | None) -> None:
     found = capped_attention(q_BHTD, k_BKTD, v_BKTD, 1.5, window)[0].transpose(0, 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     for int8, bound in ((False, 1e-5), (True, 0.03)):
-        cache = Cache([sequence], 16, seed=2, int8=int8)
+        cache = Cache([sequence], 16, seed=2, dtype=torch.int8 if int8 else torch.float32)
         lengths = torch.tensor([0, 300]).int(), torch.tensor([300]).int()
         scales = dict(zip(("k_scale", "v_scale"), cache.scales, strict=False))
         paged = paged_attention(q, cache.k, cache.v, *lengths, cache.table, 24**-0.5, window, cap=1.5, **scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.key_blocks import KeyBlocks
@@ -42,7 +43,7 @@ def check(layer: Layer) -> None:
 @pytest.mark.parametrize("scored", [6, 15, 16, 17, 31, 32, 33, 49])
 def test_any_number_of_scored_blocks(isa: CpuExtension, scored: int) -> None:
     """They are scored 16 at a time, and fetched before."""
-    layer = Layer(isa, (BLOCKS.sink + scored + BLOCKS.window) * BLOCKS.block, BLOCKS, 16, False, seed=scored)
+    layer = Layer(isa, (BLOCKS.sink + scored + BLOCKS.window) * BLOCKS.block, BLOCKS, 16, torch.float32, seed=scored)
     assert BLOCKS.num_scored(layer.context - 1) == scored
     check(layer)
 
@@ -50,18 +51,18 @@ def test_any_number_of_scored_blocks(isa: CpuExtension, scored: int) -> None:
 @pytest.mark.parametrize("dim", [2, 6, 18, 32, 64, 80, 514])
 def test_heads_of_any_size(isa: CpuExtension, dim: int) -> None:
     """Words of four dimensions, and vectors of words, that are not full; sums in two parts beyond 512 dimensions."""
-    check(Layer(isa, 420, BLOCKS, 64, False, dim=dim))
+    check(Layer(isa, 420, BLOCKS, 64, torch.float32, dim=dim))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 1), (9, 1), (10, 2)])
 def test_heads_that_share_keys(isa: CpuExtension, heads: tuple[int, int]) -> None:
-    check(Layer(isa, 420, BLOCKS, 32, True, heads=heads))
+    check(Layer(isa, 420, BLOCKS, 32, torch.int8, heads=heads))
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_of_equal_blocks_the_first_are_taken(isa: CpuExtension, block: int) -> None:
     blocks = KeyBlocks(block, 1, 1, 6)
-    layer = Layer(isa, 30 * block, blocks, 64, False)
+    layer = Layer(isa, 30 * block, blocks, 64, torch.float32)
     layer.keys = layer.keys[:block].repeat(30, 1, 1)
     layer.keys[7 * block : 8 * block] = layer.q[-1].view(layer.kv_heads, -1, layer.dim).mean(1)  # stands out
     layer.run(0, layer.context)
@@ -71,7 +72,7 @@ def test_of_equal_blocks_the_first_are_taken(isa: CpuExtension, block: int) -> N
 
 
 def test_queries_of_zeros_choose_the_first(isa: CpuExtension) -> None:
-    layer = Layer(isa, 420, BLOCKS, 16, False)
+    layer = Layer(isa, 420, BLOCKS, 16, torch.float32)
     layer.q[-1] = 0
     layer.run(0, layer.context)
     own = 419 // 16
@@ -83,7 +84,7 @@ def test_queries_of_zeros_choose_the_first(isa: CpuExtension) -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_queries_of_any_size(isa: CpuExtension, size: float) -> None:
     """They are rounded to 16 bits by their own largest value."""
-    layer = Layer(isa, 420, BLOCKS, 16, False)
+    layer = Layer(isa, 420, BLOCKS, 16, torch.float32)
     layer.q[-1] *= size
     layer.keys *= 1 / size
     check(layer)

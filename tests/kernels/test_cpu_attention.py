@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penjing.kernels.cpu.functions import CpuExtension
 from tests.kernels.cpu import needs_extension, the_extension
-from tests.kernels.paging import Sequence, dense_attention, draw_sequence
+from tests.kernels.paging import Sequence, dense_attention, draw, draw_sequence
 
 pytestmark = needs_extension
 
@@ -44,12 +44,6 @@ class Cache:
             window,
         )
         return list(out.split(lengths[1:].tolist()))
-
-
-def draw(lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, seed: int = 0) -> list[Sequence]:
-    return [
-        draw_sequence(context, new, *heads, head_dim, seed=seed * 1009 + i) for i, (new, context) in enumerate(lengths)
-    ]
 
 
 def new_parts(sequences: list[Sequence]) -> list[tuple[int, Tensor, int]]:

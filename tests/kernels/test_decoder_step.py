@@ -117,6 +117,27 @@ def test_logits_do_not_depend_on_chunks_company_blocks_or_threads(
         assert torch.equal(torch.cat(rows), whole)
 
 
+def test_float16_cache(isa: CpuExtension, threads: CpuExtension) -> None:
+    """Nearer to a float32 cache than INT8, the same bits in any chunks and blocks, and the halves that torch stores."""
+    step, ids, pool = make_step(False), draw_ids(100), new_pool().half()
+    floats_pool = new_pool()
+    floats = step.step(**inputs([(ids, 0, list(range(25)))], floats_pool)).clone()
+    whole = step.step(**inputs([(ids, 0, list(range(25)))], pool)).clone()
+    assert 1e-6 < (whole - floats).abs().max() / floats.std() < 2e-3
+    for chunk, count in ((7, 2), (1, 1)):
+        threads.set_num_threads(count)
+        chunked, blocks = new_pool().half(), torch.randperm(NUM_BLOCKS).tolist()
+        rows = [
+            step.step(**inputs([(ids[start : start + chunk], start, blocks[:25])], chunked)).clone()
+            for start in range(0, 100, chunk)
+        ]
+        assert torch.equal(torch.cat(rows), whole)
+        assert torch.equal(chunked[:, :, blocks[:25]], pool[:, :, :25])
+    assert pool[:, :, 25:].isnan().all()
+    # The first layer's keys come from the embedding alone: both caches hold the same ones.
+    assert torch.equal(pool[0, :, :25], floats_pool[0, :, :25].half())
+
+
 def new_int8_pool() -> dict[str, Any]:
     pages = torch.full((LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM), -128, dtype=torch.int8)
     return {"kv_pool": pages, "kv_scale": torch.full(pages.shape[:-1], torch.nan)}
@@ -212,7 +233,7 @@ def int32(*values: int) -> Tensor:
         ({"block_table_SB": int32(-1, 0).view(1, 2)}, "outside the cache"),
         ({"block_table_SB": int32(0, 1, 2, 3).view(1, 4)[:, ::2]}, "contiguous"),
         ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM + 1)}, "kv_pool"),
-        ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM).half()}, "kv_pool"),
+        ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM).bfloat16()}, "kv_pool"),
         ({"kv_pool": torch.zeros(LAYERS, 2, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)}, "cache of shape"),
         ({"kv_pool": INT8_POOL}, "INT8 pool needs kv_scale"),
         ({"kv_scale": INT8_POOL[..., 0].float()}, "kv_pool.*int8"),

@@ -19,19 +19,19 @@ from tests.kernels.cpu import needs_extension
 pytestmark = needs_extension
 
 CASES = [
-    (KeyBlocks(16, 1, 2, 5), 16, 330, False),
-    (KeyBlocks(16, 0, 1, 3), 64, 300, True),
-    (KeyBlocks(32, 1, 2, 4), 64, 301, False),
-    (KeyBlocks(64, 0, 1, 2), 64, 333, True),
-    (KeyBlocks(16, 2, 3, 5), 16, 200, False),
+    (KeyBlocks(16, 1, 2, 5), 16, 330, torch.float32),
+    (KeyBlocks(16, 0, 1, 3), 64, 300, torch.int8),
+    (KeyBlocks(32, 1, 2, 4), 64, 301, torch.float16),
+    (KeyBlocks(64, 0, 1, 2), 64, 333, torch.int8),
+    (KeyBlocks(16, 2, 3, 5), 16, 200, torch.float32),
 ]
 
 
-@pytest.mark.parametrize(("blocks", "page", "context", "int8"), CASES)
+@pytest.mark.parametrize(("blocks", "page", "context", "dtype"), CASES)
 def test_result_is_that_of_the_chosen_keys(
-    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, int8: bool
+    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, dtype: torch.dtype
 ) -> None:
-    layer = Layer(isa, context, blocks, page, int8)
+    layer = Layer(isa, context, blocks, page, dtype)
     out = layer.run(0, context).double()
     k, v = layer.stored()
     group = HEADS // KV_HEADS
@@ -44,15 +44,15 @@ def test_result_is_that_of_the_chosen_keys(
         kv = (x[:, head].double().expand(group, -1, -1) for x in (k, v))
         expected = F.scaled_dot_product_attention(q, *kv, attn_mask=seen).transpose(0, 1)
         torch.testing.assert_close(
-            out[:, head * group : (head + 1) * group], expected, atol=2e-3 if int8 else 1e-5, rtol=1e-4
+            out[:, head * group : (head + 1) * group], expected, atol=2e-3 if dtype == torch.int8 else 1e-5, rtol=1e-4
         )
 
 
-@pytest.mark.parametrize(("blocks", "page", "context", "int8"), CASES)
+@pytest.mark.parametrize(("blocks", "page", "context", "dtype"), CASES)
 def test_summaries_and_choices_are_those_of_the_reference(
-    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, int8: bool
+    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, dtype: torch.dtype
 ) -> None:
-    layer = Layer(isa, context, blocks, page, int8)
+    layer = Layer(isa, context, blocks, page, dtype)
     layer.run(0, context)
     cache = LayerCache(layer.k, layer.v, layer.k_scale, layer.v_scale)
     summary, scale = summarize_torch(cache, blocks, layer.table[0].long())
@@ -76,35 +76,36 @@ def test_summaries_and_choices_are_those_of_the_reference(
         assert got == mask_of_blocks(wanted, blocks, len(got)), (row, head)
 
 
-@pytest.mark.parametrize(("blocks", "page", "context", "int8"), CASES)
+@pytest.mark.parametrize(("blocks", "page", "context", "dtype"), CASES)
 def test_bits_do_not_depend_on_how_the_prompt_was_cut(
-    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, int8: bool
+    isa: CpuExtension, blocks: KeyBlocks, page: int, context: int, dtype: torch.dtype
 ) -> None:
-    whole = Layer(isa, context, blocks, page, int8).run(0, context)
+    whole = Layer(isa, context, blocks, page, dtype).run(0, context)
     for cuts in ([0, 150, 151, 152, context], [0, 17, 129, context - 1, context]):
-        layer = Layer(isa, context, blocks, page, int8)
+        layer = Layer(isa, context, blocks, page, dtype)
         parts = torch.cat([layer.run(begin, end) for begin, end in pairwise(cuts)])
         assert torch.equal(whole, parts)
 
 
 def test_bits_do_not_depend_on_threads_and_company(isa: CpuExtension) -> None:
     blocks, page, context = CASES[0][:3]
-    alone = Layer(isa, context, blocks, page, False).run(0, context)
+    alone = Layer(isa, context, blocks, page, torch.float32).run(0, context)
     threads = isa.num_threads
     try:
         isa.set_num_threads(3)
-        assert torch.equal(alone, Layer(isa, context, blocks, page, False).run(0, context))
+        assert torch.equal(alone, Layer(isa, context, blocks, page, torch.float32).run(0, context))
     finally:
         isa.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "page", "int8"), [(KeyBlocks(16, 1, 2, 5), 16, False), (KeyBlocks(32, 0, 1, 3), 64, True)]
+    ("blocks", "page", "dtype"),
+    [(KeyBlocks(16, 1, 2, 5), 16, torch.float16), (KeyBlocks(32, 0, 1, 3), 64, torch.int8)],
 )
-def test_one_row_in_pieces(isa: CpuExtension, blocks: KeyBlocks, page: int, int8: bool) -> None:
+def test_one_row_in_pieces(isa: CpuExtension, blocks: KeyBlocks, page: int, dtype: torch.dtype) -> None:
     """A long context is cut for the team, and of most tiles of a piece nothing was chosen."""
     context = 2010
-    layer = Layer(isa, context, blocks, page, int8)
+    layer = Layer(isa, context, blocks, page, dtype)
     layer.run(0, context - 1)
     alone = layer.run(context - 1, context)
     assert (layer.masks[0] == 0).sum() > 20
@@ -120,7 +121,7 @@ def test_one_row_in_pieces(isa: CpuExtension, blocks: KeyBlocks, page: int, int8
 
 def test_keys_that_are_not_chosen_are_not_read(isa: CpuExtension) -> None:
     blocks, page, context = CASES[0][:3]
-    layer = Layer(isa, context, blocks, page, False)
+    layer = Layer(isa, context, blocks, page, torch.float32)
     layer.run(0, context - 1)
     out = layer.run(context - 1, context)
     for head in range(KV_HEADS):
@@ -135,7 +136,7 @@ def test_keys_that_are_not_chosen_are_not_read(isa: CpuExtension) -> None:
 
 def test_a_key_that_stands_out_is_found(isa: CpuExtension) -> None:
     blocks, page, context = KeyBlocks(16, 1, 1, 3), 16, 400
-    layer = Layer(isa, context, blocks, page, False)
+    layer = Layer(isa, context, blocks, page, torch.float32)
     for head in range(KV_HEADS):
         layer.keys[123, head] = layer.q[context - 1, head * 3 : head * 3 + 3].mean(0) * 5
     layer.run(0, context)
@@ -146,7 +147,7 @@ def test_a_key_that_stands_out_is_found(isa: CpuExtension) -> None:
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf])
 def test_queries_that_are_not_finite_choose_something(isa: CpuExtension, fill: float) -> None:
     blocks, page, context = CASES[0][:3]
-    layer = Layer(isa, context, blocks, page, False)
+    layer = Layer(isa, context, blocks, page, torch.float32)
     layer.q[-1] = fill
     layer.run(0, context)
     assert seen_of(layer.masks, 0, context)[-1].sum() == blocks.num_read(context - 1)
@@ -169,7 +170,7 @@ def test_numbers_that_contradict_each_other(numbers: tuple[int, int, int, int], 
 
 def test_a_window_besides_is_refused(isa: CpuExtension) -> None:
     blocks, page, context = CASES[0][:3]
-    layer = Layer(isa, context, blocks, page, False)
+    layer = Layer(isa, context, blocks, page, torch.float32)
     layer.run(0, context)
     chooses = LayerBlocks(blocks, layer.summary, layer.summary_scale)
     lengths = torch.tensor([0, 1]).int(), torch.tensor([context]).int(), layer.table

@@ -3,7 +3,6 @@ rows that are bit-equal whatever shares the call; what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,41 +11,14 @@ from torch import Tensor
 
 from penjing.kernels.cpu import extension
 from penjing.kernels.cpu.functions import ISAS
-from penjing.kernels.dispatch import force_torch
 from penjing.kernels.kv_cache import write_kv
 from penjing.kernels.paged_attention import paged_attention
 from tests.kernels.cpu import needs_extension, the_extension
-from tests.kernels.paging import Cache, Sequence, dense_attention, draw_sequence
+from tests.kernels.paging import Cache, Sequence, dense_attention, draw
 
 HEADS = {"mha": (4, 4), "gqa": (9, 3), "mqa": (8, 1)}
 # C++ rounds queries to 16 bits: scores of normal draws are off by some 3e-5, at most 1e-4 in the outputs seen.
 QUERY_ROUNDING = 3e-4
-
-
-@pytest.fixture(params=["torch", *ISAS])
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """torch, or the C++ extension on one instruction set."""
-    if request.param == "torch":
-        with force_torch():
-            yield request.param
-        return
-    if extension() is None:
-        pytest.skip("the C++ extension is not built")
-    kernels, before = the_extension(), the_extension().isa
-    try:
-        kernels.select_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    kernels.select_isa(before)
-
-
-def draw(lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, seed: int = 0) -> list[Sequence]:
-    """Sequences of (new tokens, context)."""
-    return [
-        draw_sequence(context, new, *heads, head_dim, seed=seed * 1009 + index)
-        for index, (new, context) in enumerate(lengths)
-    ]
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -57,7 +29,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def check(path: str, sequences: list[Sequence], block_size: int, window: int | None) -> None:
-    outputs = Cache(sequences, block_size, seed=1, int8=True).attend_new(sequences, window)
+    outputs = Cache(sequences, block_size, seed=1, dtype=torch.int8).attend_new(sequences, window)
     for sequence, output in zip(sequences, outputs, strict=True):
         stored = replace(sequence, k=rounded(sequence.k), v=rounded(sequence.v))
         expected = dense_attention(stored, window)
@@ -89,8 +61,8 @@ def test_windows(path: str, window: int) -> None:
 @pytest.mark.parametrize("window", [None, 70])
 def test_bits_do_not_depend_on_chunks_company_blocks_or_threads(path: str, window: int | None) -> None:
     sequences = draw([(300, 300), (40, 150), (200, 260)], HEADS["gqa"], 64, seed=4)
-    whole = Cache(sequences, 16, seed=5, int8=True).attend_new(sequences, window)
-    cache, first = Cache(sequences, 48, seed=6, int8=True), sequences[0]
+    whole = Cache(sequences, 16, seed=5, dtype=torch.int8).attend_new(sequences, window)
+    cache, first = Cache(sequences, 48, seed=6, dtype=torch.int8), sequences[0]
     kernels = extension()
     before = kernels.num_threads if kernels else 0
     try:
@@ -143,7 +115,7 @@ def test_instruction_sets_agree_on_the_scores() -> None:
             kernels.select_isa(name)
         except ValueError:
             continue
-        outputs.append(torch.cat(Cache(sequences, 16, seed=9, int8=True).attend_new(sequences, None)))
+        outputs.append(torch.cat(Cache(sequences, 16, seed=9, dtype=torch.int8).attend_new(sequences, None)))
     kernels.select_isa(before)
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=0, atol=2e-6)
@@ -162,7 +134,7 @@ def test_extreme_heads_do_not_overflow(path: str) -> None:
 def test_damage_stays_visible(path: str) -> None:
     (sequence,) = draw([(1, 20)], (2, 1), 8, seed=10)
     sequence.k[7, 0, 3] = torch.nan
-    (out,) = Cache([sequence], 16, seed=1, int8=True).attend_new([sequence], None)
+    (out,) = Cache([sequence], 16, seed=1, dtype=torch.int8).attend_new([sequence], None)
     assert not out.isfinite().any()
 
 
@@ -170,7 +142,7 @@ def test_damage_ends_with_its_call(path: str) -> None:
     """The next call's tile has fewer keys: what the last one left behind them in working memory is not read."""
     short, long = draw([(1, 20), (1, 64)], (2, 1), 8, seed=11)
     long.k[20:], long.v[20:] = torch.nan, torch.nan
-    cache = Cache([short, long], 16, seed=1, int8=True)
+    cache = Cache([short, long], 16, seed=1, dtype=torch.int8)
     expected = cache.attend_new([short, long], None, [0])[0]
     assert expected.isfinite().all()
     for _ in range(2):  # two sets of rows are used in turn

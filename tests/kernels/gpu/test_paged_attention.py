@@ -59,7 +59,7 @@ def test_mixed_batch(gpu_device: str, block_size: int, window: int | None) -> No
 def test_int8_pages(gpu_device: str, window: int | None) -> None:
     drawn = sequences(heads=4)
     with force_torch():
-        cache = Cache(drawn, 16, seed=1, int8=True)
+        cache = Cache(drawn, 16, seed=1, dtype=torch.int8)
         expected = cache.attend_new(drawn, window)
     for found, torch_answer in zip(attend(cache, drawn, window, gpu_device), expected, strict=True):
         torch.testing.assert_close(found, torch_answer, rtol=1e-5, atol=2e-5)
@@ -70,7 +70,7 @@ def test_int8_pages_beside_bfloat16(gpu_device: str) -> None:
     """Codes are widened by instructions of their own there."""
     drawn = sequences(heads=4)
     with force_torch():
-        cache = Cache(drawn, 16, seed=1, int8=True)
+        cache = Cache(drawn, 16, seed=1, dtype=torch.int8)
         expected = cache.attend_new(drawn, None)
     half = [Sequence(s.q.bfloat16(), s.k, s.v, s.num_queries) for s in drawn]
     for found, torch_answer in zip(attend(cache, half, None, gpu_device), expected, strict=True):

@@ -69,7 +69,7 @@ def test_kernels_and_reference(gpu_device: str, decode: bool) -> None:
 def test_int8_pages(gpu_device: str) -> None:
     sequences = drawn()
     with force_torch():
-        cache = Cache(sequences, PAGE, seed=1, int8=True)
+        cache = Cache(sequences, PAGE, seed=1, dtype=torch.int8)
         expected = attend(cache, sequences, "cpu")
     for row, other in zip(attend(cache, sequences, gpu_device), expected, strict=True):
         torch.testing.assert_close(row, other, rtol=1e-5, atol=2e-5)

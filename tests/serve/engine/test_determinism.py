@@ -23,7 +23,17 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1
 Answers = dict[str, list[tuple[int, Any]]]
 
 
-PATHS = ["fp32", "int8", "window", "fp32-torch", "int8-torch", "kv-int8", "kv-int8-window", "kv-int8-torch"]
+PATHS = [
+    "fp32",
+    "int8",
+    "window",
+    "fp32-torch",
+    "int8-torch",
+    "kv-int8",
+    "kv-int8-window",
+    "kv-int8-torch",
+    "kv-float16-window",
+]
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -32,8 +42,8 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param.endswith("-torch"):
             patch.setattr("penjing.serve.runner.runner.fuse_decoder", lambda model: None)
-        if request.param.startswith("kv-int8"):
-            patch.setitem(DEFAULTS, "kv_dtype", "int8")
+        if request.param.startswith("kv-"):
+            patch.setitem(DEFAULTS, "kv_dtype", request.param.split("-")[1])
         window = 12 if request.param.endswith("window") else None
         yield tiny_model(int8=request.param.startswith("int8"), sliding_window=window)
 

@@ -314,7 +314,7 @@ def test_what_a_device_cannot_do_is_refused_before_it_runs(folder: Path, theirs:
     assert loaded.sight is not None
     assert loaded.sight.config.vision.image_size == SIDE
     monkeypatch.setattr(
-        "penjing.serve.runner.load.resolve_device", lambda config, _: config.model_copy(update={"device": "cuda"})
+        "penjing.serve.runner.load.resolve_device", lambda config, *_: config.model_copy(update={"device": "cuda"})
     )
     with pytest.raises(ConfigError, match="a decoder that sees is served on a CPU only"):
         make_engine(loaded)

@@ -32,7 +32,7 @@ PRUNED: dict[str, Any] = {"model_type": "penjing", "num_hidden_layers": 3, "inte
 def test_greedy_answers_are_the_argmax_of_the_torch_model(widths: tuple[int, ...], int8: bool) -> None:
     loaded = tiny_model(seed=2, int8=int8, intermediate_sizes=widths, **PRUNED)
     assert (fuse_decoder(loaded.model) is None) == (cpu_extension() is None)
-    engine = tiny_engine(loaded, max_num_batched_tokens=32)
+    engine = tiny_engine(loaded, max_num_batched_tokens=32, kv_dtype="float32")
     random = Random(1)
     for length in (1, 40, 90):
         ids = [random.randrange(256) for _ in range(length)]

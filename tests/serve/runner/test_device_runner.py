@@ -29,7 +29,8 @@ from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_int4_model, tiny
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16, "max_num_sequences": 4}
+SETTINGS: dict[str, Any] = {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16, "max_num_sequences": 4}
+SETTINGS["kv_dtype"] = "float32"  # as the device keeps them here
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +246,7 @@ def test_capture_warms_up_on_a_side_stream_and_shares_one_pool(monkeypatch: pyte
     [
         ({"device": "cuda"}, r"device=cuda cannot run here: no CUDA device; set device=cpu"),
         ({"dtype": "bfloat16"}, r"dtype=bfloat16 with device=cpu"),
-        ({"kv_dtype": "float16"}, r"kv_dtype=float16 on device=cpu with dtype=float32"),
+        ({"kv_dtype": "bfloat16"}, r"kv_dtype=bfloat16 on device=cpu .* in float32 or float16 or int8;"),
     ],
 )
 def test_settings_that_do_not_fit_the_machine(settings: dict[str, Any], message: str) -> None:
@@ -257,6 +258,8 @@ def test_settings_that_do_not_fit_the_machine(settings: dict[str, Any], message:
 def test_auto_is_the_cpu_without_a_gpu() -> None:
     config: EngineConfig = tiny_engine(device="auto").config
     assert (config.device, config.dtype, config.kv_dtype) == ("cpu", "float32", "float32")
+    of_integers: EngineConfig = tiny_engine(tiny_model(int8=True), device="auto").config
+    assert (of_integers.device, of_integers.dtype, of_integers.kv_dtype) == ("cpu", "float32", "float16")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
