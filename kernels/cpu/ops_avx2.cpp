@@ -19,22 +19,25 @@
 
 namespace {
 
-// Without VNNI the byte multiply-add saturates at 16 bits: widen both sides to 16 bits and sum pairs into 32.
+constexpr int INT8_ROWS = 6, INT8_INPUTS = 256;  // of a piece: its weights, 16 KiB of a panel, stay in the first-level cache
+
+// Without VNNI the byte multiply-add saturates at 16 bits: both sides are widened to 16 bits and pairs summed into 32. The
+// rows `x` have been widened before, INT8_INPUTS apart.
 template <int MR>
-inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, const int8_t* ahead, int64_t step, int64_t groups,
-                      int64_t width, bool more, int32_t* acc) {
+inline void int8_tile(const int16_t* x, const int8_t* w, const int8_t* ahead, int64_t step, int64_t groups, int64_t width,
+                      bool more, int32_t* acc) {
     VI low[MR], high[MR];  // columns 0–3 and 4–7, two partial sums each
     for (int m = 0; m < MR; ++m) low[m] = high[m] = _mm256_setzero_si256();
-    for (int64_t g = 0; g < groups; ++g, w += width * 4, ahead += step) {
+    for (int64_t g = 0; g < groups; ++g, x += 4, w += width * 4, ahead += step) {
         _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         const VI w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
         const VI w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16)));
+#pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) {
-            int32_t four;
-            __builtin_memcpy(&four, x + m * ldx + 4 * g, 4);
-            const VI broadcast = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
-            low[m] = _mm256_add_epi32(low[m], _mm256_madd_epi16(broadcast, w_low));
-            high[m] = _mm256_add_epi32(high[m], _mm256_madd_epi16(broadcast, w_high));
+            const VI four = _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(x + m * INT8_INPUTS)));
+            low[m] = _mm256_add_epi32(low[m], _mm256_madd_epi16(four, w_low));
+            high[m] = _mm256_add_epi32(high[m], _mm256_madd_epi16(four, w_high));
+            asm("" : "+x"(low[m]), "+x"(high[m]));  // GCC 12 keeps a second copy of all sums in memory otherwise
         }
     }
     for (int m = 0; m < MR; ++m) {
@@ -44,23 +47,40 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, const int8
     }
 }
 
-constexpr int int8_rows(int) { return 4; }
+// Four inputs of each group.
+inline void widen_bytes(const uint8_t* x, int64_t groups, int16_t* to) {
+    int64_t g = 0;
+    for (; g + 4 <= groups; g += 4, x += 16, to += 16)
+        _mm256_storeu_si256(reinterpret_cast<VI*>(to), _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+    for (; g < groups; ++g)
+        for (int i = 0; i < 4; ++i) *to++ = *x++;
+}
+
+constexpr int int8_rows(int) { return INT8_ROWS; }
 
 // The next panel: one line a k-group during as many of the narrow column tiles as it has lines.
 constexpr int64_t int8_near(int64_t panel_bytes) { return panel_bytes; }
 
 inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, penjing::Ahead ahead,
                        int64_t groups, bool more, int32_t* acc) {
-    for (int column = 0; column < columns; column += 8) {
-        const int8_t* start = w + 4 * column;
-        const int tile = column / 8;
-        const int64_t step = tile < ahead.lines ? 64 : 0;
-        const int8_t* at = ahead.at + (step ? tile * groups * 64 : 0);
-        switch (rows) {
-            case 1: int8_tile<1>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
-            case 2: int8_tile<2>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
-            case 3: int8_tile<3>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
-            default: int8_tile<4>(x, ldx, start, at, step, groups, columns, more, acc + column); break;
+    constexpr int64_t PIECE = INT8_INPUTS / 4;
+    alignas(32) int16_t wide[INT8_ROWS * INT8_INPUTS];
+    for (int64_t first = 0; first < groups; first += PIECE, more = true) {
+        const int64_t some = groups - first < PIECE ? groups - first : PIECE;
+        for (int m = 0; m < rows; ++m) widen_bytes(x + m * ldx + 4 * first, some, wide + m * INT8_INPUTS);
+        for (int column = 0; column < columns; column += 8) {
+            const int8_t* start = w + 4 * (first * columns + column);
+            const int tile = column / 8;
+            const int64_t step = tile < ahead.lines ? 64 : 0;
+            const int8_t* at = ahead.at + (step ? (tile * groups + first) * 64 : 0);
+            switch (rows) {
+                case 1: int8_tile<1>(wide, start, at, step, some, columns, more, acc + column); break;
+                case 2: int8_tile<2>(wide, start, at, step, some, columns, more, acc + column); break;
+                case 3: int8_tile<3>(wide, start, at, step, some, columns, more, acc + column); break;
+                case 4: int8_tile<4>(wide, start, at, step, some, columns, more, acc + column); break;
+                case 5: int8_tile<5>(wide, start, at, step, some, columns, more, acc + column); break;
+                default: int8_tile<6>(wide, start, at, step, some, columns, more, acc + column); break;
+            }
         }
     }
 }
@@ -98,7 +118,14 @@ inline void stepped_block(const char* w, int64_t groups, int64_t pairs, int rows
     int8_block(rows, columns, x, ldx, code, ahead, groups * pairs * 2, more, acc);
 }
 
+constexpr int int4_rows(int) { return 6; }
+
 // Products of bytes in [0, 15] and [−127, 127]: two pairs of them stay far inside 16 bits, so nothing is widened first.
+// Four bytes in every lane; read from memory, as no register of the other kind can be.
+inline VI every_word(const int8_t* at) {
+    return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(at)));
+}
+
 template <int MR>
 inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const int32_t* start, float* total) {
     const VI low_half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
@@ -116,12 +143,12 @@ inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const
             const VI both = _mm256_loadu_si256(reinterpret_cast<const VI*>(w + 4 * column));
             const VI first = _mm256_and_si256(both, low_half);
             const VI second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+#pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) {
-                int32_t four[2];
-                __builtin_memcpy(four, x + m * b.ldx, 8);
-                const VI products = _mm256_add_epi16(_mm256_maddubs_epi16(first, _mm256_set1_epi32(four[0])),
-                                                     _mm256_maddubs_epi16(second, _mm256_set1_epi32(four[1])));
+                const VI products = _mm256_add_epi16(_mm256_maddubs_epi16(first, every_word(x + m * b.ldx)),
+                                                     _mm256_maddubs_epi16(second, every_word(x + m * b.ldx + 4)));
                 sum[m] = _mm256_add_epi32(sum[m], _mm256_madd_epi16(products, ones));
+                asm("" : "+x"(sum[m]));  // as in int8_tile
             }
         }
         const V scale = v_load_scales(scales, column, b.scale_dtype);
@@ -138,7 +165,9 @@ inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int3
             case 1: int4_tile<1>(b, column, x, start, total + column); break;
             case 2: int4_tile<2>(b, column, x, start, total + column); break;
             case 3: int4_tile<3>(b, column, x, start, total + column); break;
-            default: int4_tile<4>(b, column, x, start, total + column); break;
+            case 4: int4_tile<4>(b, column, x, start, total + column); break;
+            case 5: int4_tile<5>(b, column, x, start, total + column); break;
+            default: int4_tile<6>(b, column, x, start, total + column); break;
         }
     }
 }

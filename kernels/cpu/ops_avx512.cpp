@@ -60,6 +60,7 @@ inline void int8_tile(const uint8_t* x, int64_t ldx, const int8_t* w, const int8
 
 // Micro-tiles of 24 accumulators leave room for the weights and a broadcast in 32 registers.
 constexpr int int8_rows(int nr) { return nr == 4 ? 6 : 8; }
+constexpr int int4_rows(int nr) { return int8_rows(nr); }
 
 // A single block reads its panel from memory itself: so many bytes ahead, the hardware's prefetcher stops at each 4 KiB
 // page. 8 KiB and more were slower.

@@ -22,7 +22,7 @@ inline void int4_panel(const PjLinear& linear, int64_t panel, const penjing::Int
     const int64_t bytes = columns * penjing::column_bytes(linear);
     alignas(64) float total[8 * penjing::PANEL];
 
-    const int most = int8_rows(columns / 16), lines = columns / 16;
+    const int most = int4_rows(columns / 16), lines = columns / 16;
     const int blocks = (rows.rows + most - 1) / most;
     for (int block = 0; block < blocks; ++block) {
         const int begin = static_cast<int>(static_cast<int64_t>(rows.rows) * block / blocks);
