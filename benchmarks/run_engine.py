@@ -8,7 +8,8 @@
     python benchmarks/run_engine.py build/gemma3-int4 --checkpoint build/gemma3 --peers all     # another model
 
 The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds. Rows of an
-artifact in 4 bits are called int4/…, with keys and values in INT8 int8_cache/…, those of another model than SmolLM2
+artifact in 4 bits are called int4/…, with keys and values in INT8 int8_cache/…, without
+AVX-512 avx2/…; those of another model than SmolLM2
 begin with the name of its checkpoint's folder. Where no other program reads that checkpoint, peers run the GGUF file
 that it was imported from, and our own artifact in 8 bits is build/NAME-int8.
 """
@@ -51,6 +52,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 from penjing.core.runtime.schemes import quantized_modules
+from penjing.kernels.cpu import extension
 
 
 def main() -> int:
@@ -95,10 +97,17 @@ def main() -> int:
     runs = arguments.rounds * arguments.runs
     prefix = ("" if checkpoint == CHECKPOINT else f"{checkpoint.name}/") + ("int4/" if four else "")
     prefix += "" if arguments.kv_dtype == "auto" else f"{arguments.kv_dtype}_cache/"
+    prefix += "" if has_vnni() else "avx2/"
     append("engine", engine_rows(outcome, runs, prefix), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)
     return 0
+
+
+def has_vnni() -> bool:
+    """Whether our kernels multiply bytes in one instruction here, as those do that the other rows are of."""
+    kernels = extension()
+    return kernels is not None and kernels.isa not in ("avx2", "scalar")
 
 
 def has_four_bits(artifact: Path) -> bool:

@@ -19,30 +19,40 @@
 
 namespace {
 
+// Four 16-bit numbers in every lane; read from memory, as no register of the other kind can be.
+inline VI every_four(const int16_t* at) {
+    return _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(at)));
+}
+
 constexpr int INT8_ROWS = 6, INT8_INPUTS = 256;  // of a piece: its weights, 16 KiB of a panel, stay in the first-level cache
 
 // Without VNNI the byte multiply-add saturates at 16 bits: both sides are widened to 16 bits and pairs summed into 32. The
-// rows `x` have been widened before, INT8_INPUTS apart.
-template <int MR>
-inline void int8_tile(const int16_t* x, const int8_t* w, const int8_t* ahead, int64_t step, int64_t groups, int64_t width,
-                      bool more, int32_t* acc) {
-    VI low[MR], high[MR];  // columns 0–3 and 4–7, two partial sums each
-    for (int m = 0; m < MR; ++m) low[m] = high[m] = _mm256_setzero_si256();
+// rows `x` have been widened before, INT8_INPUTS apart. Of NR × 8 columns, so that few rows read whole cache lines. A line
+// at `ahead` is fetched for each group, and one `far` behind it where NR is 4.
+template <int MR, int NR>
+inline void int8_tile(const int16_t* x, const int8_t* w, const int8_t* ahead, int64_t step, int64_t far, int64_t groups,
+                      int64_t width, bool more, int32_t* acc) {
+    VI low[MR * NR], high[MR * NR];  // columns 0–3 and 4–7 of eight, two partial sums each
+#pragma GCC unroll 8
+    for (int i = 0; i < MR * NR; ++i) low[i] = high[i] = _mm256_setzero_si256();
     for (int64_t g = 0; g < groups; ++g, x += 4, w += width * 4, ahead += step) {
         _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
-        const VI w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
-        const VI w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 16)));
+        if (NR == 4) _mm_prefetch(reinterpret_cast<const char*>(ahead + far), _MM_HINT_T1);
+        VI w_low, w_high;
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; ++m) {
-            const VI four = _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(x + m * INT8_INPUTS)));
-            low[m] = _mm256_add_epi32(low[m], _mm256_madd_epi16(four, w_low));
-            high[m] = _mm256_add_epi32(high[m], _mm256_madd_epi16(four, w_high));
-            asm("" : "+x"(low[m]), "+x"(high[m]));  // GCC 12 keeps a second copy of all sums in memory otherwise
+        for (int i = 0; i < MR * NR; ++i) {
+            const __m128i* at = reinterpret_cast<const __m128i*>(w + i / MR * 32);
+            if (i % MR == 0) w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at)), w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
+            const VI four = every_four(x + i % MR * INT8_INPUTS);
+            low[i] = _mm256_add_epi32(low[i], _mm256_madd_epi16(four, w_low));
+            high[i] = _mm256_add_epi32(high[i], _mm256_madd_epi16(four, w_high));
+            asm("" : "+x"(low[i]), "+x"(high[i]));  // GCC 12 keeps a second copy of all sums in memory otherwise
         }
     }
-    for (int m = 0; m < MR; ++m) {
-        const VI sum = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[m], high[m]), 0xd8);
-        int32_t* to = acc + m * penjing::PANEL;
+#pragma GCC unroll 8
+    for (int i = 0; i < MR * NR; ++i) {
+        const VI sum = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[i], high[i]), 0xd8);
+        int32_t* to = acc + i % MR * penjing::PANEL + i / MR * 8;
         _mm256_storeu_si256(reinterpret_cast<VI*>(to), more ? _mm256_add_epi32(sum, vi_load(to)) : sum);
     }
 }
@@ -58,8 +68,22 @@ inline void widen_bytes(const uint8_t* x, int64_t groups, int16_t* to) {
 
 constexpr int int8_rows(int) { return INT8_ROWS; }
 
-// The next panel: one line a k-group during as many of the narrow column tiles as it has lines.
 constexpr int64_t int8_near(int64_t panel_bytes) { return panel_bytes; }
+
+// The columns [column, end) of a piece of the inputs, NR × 8 at a time. Each line of the panel's 16 columns has one of the
+// next panel that it asks for meanwhile; where tiles are narrower, the first ones do.
+template <int MR, int NR>
+inline int int8_columns(const int16_t* x, int column, int columns, const int8_t* w, const penjing::Ahead& ahead,
+                        int64_t first, int64_t some, int64_t groups, bool more, int32_t* acc) {
+    constexpr int LINES = NR == 4 ? 2 : 1;
+    for (; column + 8 * NR <= columns; column += 8 * NR) {
+        const int line = column / (8 * NR) * LINES;
+        const int64_t step = line < ahead.lines ? 64 : 0, far = line + 1 < ahead.lines ? groups * 64 : 0;
+        const int8_t* at = ahead.at + (step ? (line * groups + first) * 64 : 0);
+        int8_tile<MR, NR>(x, w + 4 * (first * columns + column), at, step, far, some, columns, more, acc + column);
+    }
+    return column;
+}
 
 inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, const int8_t* w, penjing::Ahead ahead,
                        int64_t groups, bool more, int32_t* acc) {
@@ -68,19 +92,16 @@ inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, con
     for (int64_t first = 0; first < groups; first += PIECE, more = true) {
         const int64_t some = groups - first < PIECE ? groups - first : PIECE;
         for (int m = 0; m < rows; ++m) widen_bytes(x + m * ldx + 4 * first, some, wide + m * INT8_INPUTS);
-        for (int column = 0; column < columns; column += 8) {
-            const int8_t* start = w + 4 * (first * columns + column);
-            const int tile = column / 8;
-            const int64_t step = tile < ahead.lines ? 64 : 0;
-            const int8_t* at = ahead.at + (step ? (tile * groups + first) * 64 : 0);
-            switch (rows) {
-                case 1: int8_tile<1>(wide, start, at, step, some, columns, more, acc + column); break;
-                case 2: int8_tile<2>(wide, start, at, step, some, columns, more, acc + column); break;
-                case 3: int8_tile<3>(wide, start, at, step, some, columns, more, acc + column); break;
-                case 4: int8_tile<4>(wide, start, at, step, some, columns, more, acc + column); break;
-                case 5: int8_tile<5>(wide, start, at, step, some, columns, more, acc + column); break;
-                default: int8_tile<6>(wide, start, at, step, some, columns, more, acc + column); break;
-            }
+        const auto run = [&](auto columns_of, int column) {
+            return columns_of(wide, column, columns, w, ahead, first, some, groups, more, acc);
+        };
+        switch (rows) {
+            case 1: run(int8_columns<1, 2>, run(int8_columns<1, 4>, 0)); break;
+            case 2: run(int8_columns<2, 2>, 0); break;
+            case 3: run(int8_columns<3, 2>, 0); break;
+            case 4: run(int8_columns<4, 1>, 0); break;
+            case 5: run(int8_columns<5, 1>, 0); break;
+            default: run(int8_columns<6, 1>, 0); break;
         }
     }
 }
