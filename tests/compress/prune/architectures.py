@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet import ResNet
-from penjing.core.models.resnet_config import cifar_resnet, imagenet_resnet
+from penjing.core.models.resnet_config import ResNetConfig, StageConfig, cifar_resnet, imagenet_resnet
 
 Made = tuple[nn.Module, tuple[Any, ...]]
 
@@ -241,11 +241,23 @@ class Encoder(nn.Module):
         return self.head(self.body(ids).pooler_output)
 
 
+def bottlenecks(groups: int = 1) -> ResNetConfig:
+    """A ResNet-50 or ResNeXt-50 with an eighth of the widths and two blocks in a stage: one that changes the width,
+    and one that does not."""
+    whole = imagenet_resnet(50, groups=groups)
+    stages = []
+    for stage in whole.stages:
+        narrow = [{"hidden": tuple(width // 8 for width in block.hidden)} for block in stage.blocks]
+        blocks = (block.model_copy(update=each) for block, each in zip(stage.blocks[:2], narrow, strict=False))
+        stages.append(StageConfig(channels=stage.channels // 8, blocks=tuple(blocks)))
+    return whole.model_copy(update={"stem_channels": 8, "num_classes": 10, "stages": tuple(stages)})
+
+
 ARCHITECTURES: dict[str, Callable[[], Made]] = {
     "resnet_cifar": lambda: (ResNet(cifar_resnet(8, width=8)), image()),
     "resnet18": lambda: (ResNet(imagenet_resnet(18)), image(32)),
-    "resnet50": lambda: (ResNet(imagenet_resnet(50)), image(32)),
-    "resnext": lambda: (ResNet(imagenet_resnet(50, groups=32, width_per_group=4)), image(32)),
+    "bottleneck": lambda: (ResNet(bottlenecks()), image(32)),
+    "resnext": lambda: (ResNet(bottlenecks(groups=4)), image(32)),
     "densenet": lambda: (DenseNet(), image()),
     "mobilenet_v2": lambda: (MobileNet(), image()),
     "mobilenet_v3": lambda: (MobileNet(nn.Hardswish, F.hardsigmoid), image()),
@@ -258,4 +270,8 @@ ARCHITECTURES: dict[str, Callable[[], Made]] = {
     "llama_gqa": lambda: llama(tie_word_embeddings=True),
     "qwen3": lambda: llama(model_type="qwen3", qk_norm=True, num_key_value_heads=1),
     "bert": bert,
+}
+LARGE: dict[str, Callable[[], Made]] = {
+    "resnet50": lambda: (ResNet(imagenet_resnet(50)), image(32)),
+    "resnext50": lambda: (ResNet(imagenet_resnet(50, groups=32, width_per_group=4)), image(32)),
 }

@@ -12,11 +12,13 @@ from torch import nn
 
 from penjing.compress.prune.graph import DependencyGraph, Group, dependency_graph
 from penjing.compress.prune.surgery import mask, remove
-from tests.compress.prune.architectures import ARCHITECTURES
+from tests.compress.prune.architectures import ARCHITECTURES, LARGE
 
 pytestmark = pytest.mark.xdist_group("known-architectures")  # one analysis of each for all
 # Torch-Pruning does not follow key-value groups and shuffles, and ties a grouped convolution's inputs to its outputs.
 BEYOND_TORCH_PRUNING = ("llama_gqa", "qwen3", "shufflenet", "resnext")
+NAMES = [*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.full) for name in LARGE)]
+COMPARED = [name for name in ARCHITECTURES if name not in BEYOND_TORCH_PRUNING]
 NORMS_OVER_CHANNELS = ("LayerNorm", "RMSNorm")
 
 
@@ -33,7 +35,7 @@ class Known:
 def known(request: pytest.FixtureRequest) -> Known:
     """The architecture of that name: the tests of one follow each other, so that it is analysed once."""
     torch.manual_seed(sum(map(ord, request.param)))
-    model, example = ARCHITECTURES[request.param]()
+    model, example = (ARCHITECTURES | LARGE)[request.param]()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean)  # pyright: ignore[reportArgumentType]
@@ -60,7 +62,7 @@ def over_a_norm(model: nn.Module, group: Group) -> bool:
     return any(type(owner).__name__ in NORMS_OVER_CHANNELS for owner in owners)
 
 
-@pytest.mark.parametrize("known", ARCHITECTURES, indirect=True)
+@pytest.mark.parametrize("known", NAMES, indirect=True)
 def test_a_pruned_network_equals_the_masked_one_and_trains(known: Known) -> None:
     model, example, graph = known.model, known.example, known.graph
     assert graph.groups
@@ -83,7 +85,7 @@ def test_a_pruned_network_equals_the_masked_one_and_trains(known: Known) -> None
     assert sum(p.grad is None for p in pruned.parameters()) == sum(p.grad is None for p in grads_of(whole, example))
 
 
-@pytest.mark.parametrize("known", ARCHITECTURES, indirect=True)
+@pytest.mark.parametrize("known", NAMES, indirect=True)
 def test_each_group_alone_leaves_a_network_that_runs(known: Known) -> None:
     wanted = output(known.model, known.example).shape
     for group in known.graph.groups:
@@ -93,7 +95,7 @@ def test_each_group_alone_leaves_a_network_that_runs(known: Known) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Unwrapped parameters")
-@pytest.mark.parametrize("known", [name for name in ARCHITECTURES if name not in BEYOND_TORCH_PRUNING], indirect=True)
+@pytest.mark.parametrize("known", [*COMPARED, pytest.param("resnet50", marks=pytest.mark.full)], indirect=True)
 def test_groups_agree_with_torch_pruning(known: Known) -> None:
     model, example, graph = copy.deepcopy(known.model), known.example, known.graph
     theirs = torch_pruning.DependencyGraph().build_dependency(model, example_inputs=example[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,18 @@ def old_llama() -> Tokenizer:
 
 
 TOKENIZERS = {
-    "byte-level": byte_level(),
-    "sentencepiece": sentencepiece(True),
-    "sentencepiece, no prefix": sentencepiece(False),
-    "metaspace": old_llama(),
+    "byte-level": byte_level,
+    "sentencepiece": lambda: sentencepiece(True),
+    "sentencepiece, no prefix": lambda: sentencepiece(False),
+    "metaspace": old_llama,
 }
 NAMES = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+@cache
+def made(name: str) -> Tokenizer:
+    """Where a test runs, and not in each process that collects it."""
+    return TOKENIZERS[name]()
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True, prompt: list[int] | None = None) -> list[str]:
@@ -58,7 +65,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True, prompt: list
 @pytest.mark.parametrize("skip", [True, False])
 def test_pieces_join_to_the_full_decoding_of_random_ids(name: str, skip: bool) -> None:
     """Random ids: control tokens, single bytes, wrong UTF-8, ids without a token."""
-    tokenizer = TOKENIZERS[name]
+    tokenizer = made(name)
     special_or_byte = st.integers(0, 262)
 
     @MANY
@@ -71,7 +78,7 @@ def test_pieces_join_to_the_full_decoding_of_random_ids(name: str, skip: bool) -
 
 @NAMES
 def test_pieces_of_real_text_never_hold_half_a_character(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = made(name)
 
     @MANY
     @given(texts(["<|im_end|>", "</s>"]).filter(lambda text: "\ufffd" not in text))
@@ -88,7 +95,7 @@ def test_pieces_of_real_text_never_hold_half_a_character(name: str) -> None:
 
 @NAMES
 def test_text_after_a_prompt_is_what_it_adds(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = made(name)
 
     @MANY
     @given(texts([]), texts([]))
@@ -103,7 +110,7 @@ def test_text_after_a_prompt_is_what_it_adds(name: str) -> None:
 
 
 def test_a_space_in_the_middle_of_a_text_is_kept() -> None:
-    tokenizer = TOKENIZERS["sentencepiece"]
+    tokenizer = made("sentencepiece")
     ids = tokenizer.encode("the tree", add_special=False)
     assert "".join(stream(tokenizer, ids)) == "the tree"
     assert "".join(stream(tokenizer, ids, prompt=ids)) == " the tree"
@@ -111,7 +118,7 @@ def test_a_space_in_the_middle_of_a_text_is_kept() -> None:
 
 @NAMES
 def test_an_emoji_comes_out_whole(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = made(name)
     ids = tokenizer.encode("a 👨‍👩‍👧 b", add_special=False)
     pieces = [piece for piece in stream(tokenizer, ids) if piece]
     assert "".join(pieces) == "a 👨‍👩‍👧 b"
@@ -119,7 +126,7 @@ def test_an_emoji_comes_out_whole(name: str) -> None:
 
 
 def test_flush_gives_an_incomplete_character_once() -> None:
-    tokenizer = TOKENIZERS["byte-level"]
+    tokenizer = made("byte-level")
     ids = tokenizer.encode("🌱x", add_special=False)[:-2]
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert [detokenizer.push(token_id) for token_id in ids] == [""] * len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,6 @@ from penjing.train.recipe.align import PromptConfig
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train
 from tests.train.align.test_rollouts import records
-
-gym = pytest.importorskip("reasoning_gym")
 
 RECIPE = """
 output = "{folder}/out"
@@ -66,7 +65,13 @@ def tasks(**values: object) -> ReasoningTasks:
     return ReasoningTasks(PromptConfig.model_validate({"kind": "reasoning-gym", **values}))
 
 
-def test_problems_are_those_of_the_package_and_the_same_each_time() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def gym() -> Any:
+    """Imported here: it takes a second, and one of two workers needs it."""
+    return pytest.importorskip("reasoning_gym")
+
+
+def test_problems_are_those_of_the_package_and_the_same_each_time(gym: Any) -> None:
     found = [row for _, row in tasks(tasks={"chain_sum": 3, "letter_counting": 1}, count=8).rows()]
     assert [row["task"] for row in found] == ["chain_sum"] * 6 + ["letter_counting"] * 2
     theirs = gym.create_dataset("chain_sum", seed=0, size=6)
@@ -115,7 +120,7 @@ def test_what_cannot_be_meant_is_one_error(recipe: Path, settings: list[str], sa
         build_task(load_train_recipe(recipe, settings), Silent())
 
 
-def test_a_task_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_fails_is_named(gym: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = tasks(tasks={"chain_sum": 1.0}, count=2)
     row = next(scorer.rows())[1]
     kind = type(gym.create_dataset("chain_sum", seed=0, size=2))
