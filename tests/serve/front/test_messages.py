@@ -11,7 +11,6 @@ import pytest
 
 from tests.serve.front.asking import Fronted
 
-anthropic = pytest.importorskip("anthropic")
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("front")]
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0.0, "ignore_eos": True}}
 PATH = "/v1/messages"
@@ -27,8 +26,14 @@ LOOK: Any = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def anthropic() -> Any:
+    """Imported here: it takes longer than all other packages of clients, and one of two workers needs it."""
+    return pytest.importorskip("anthropic")
+
+
 @pytest.fixture(scope="module")
-def client(front: Fronted) -> Iterator[Any]:
+def client(anthropic: Any, front: Fronted) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=front.url, api_key="none", max_retries=0) as made:
         yield made
 
@@ -176,7 +181,7 @@ def test_wrong_fields(front: Fronted, changes: dict[str, Any], param: str) -> No
     assert front.ask(PATH, good).status == 200
 
 
-def test_errors_are_those_of_the_package(client: Any, front: Fronted) -> None:
+def test_errors_are_those_of_the_package(anthropic: Any, client: Any, front: Fronted) -> None:
     with pytest.raises(anthropic.NotFoundError, match="no model 'gpt-9'") as missing:
         client.messages.create(model="gpt-9", max_tokens=1, messages=USER)
     assert missing.value.type == "not_found_error"
