@@ -110,6 +110,7 @@ HEADLINES = [  # of the README: title, benchmark, what the names of its metrics 
     ("SmolLM2-135M in INT8, prompt of 512 tokens", "engine", "", "prefill_512"),
     ("… one stream", "engine", "", "one_stream"),
     ("… 16 streams, prompts included", "engine", "", "streams_16"),
+    ("… 16 streams with AVX2 alone", "engine", "avx2/", "streams_16"),
     ("… 16 streams through Triton server", "server", "", "streams_16"),
     ("SmolLM2-135M by `smollm2-int8-hadamard`: size", "compress", "smollm2-int8-hadamard/", "size"),
     ("… rise of perplexity (95 %)", "compress", "smollm2-int8-hadamard/perplexity_", "prose_rise code_rise"),
