@@ -19,7 +19,7 @@
 
 namespace {
 
-// Four 16-bit numbers in every lane; read from memory, as no register of the other kind can be.
+// Four 16-bit numbers all over a vector. From memory it is one instruction; from a general register it would be three.
 inline VI every_four(const int16_t* at) {
     return _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(at)));
 }
@@ -42,7 +42,10 @@ inline void int8_tile(const int16_t* x, const int8_t* w, const int8_t* ahead, in
 #pragma GCC unroll 8
         for (int i = 0; i < MR * NR; ++i) {
             const __m128i* at = reinterpret_cast<const __m128i*>(w + i / MR * 32);
-            if (i % MR == 0) w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at)), w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
+            if (i % MR == 0) {
+                w_low = _mm256_cvtepi8_epi16(_mm_loadu_si128(at));
+                w_high = _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1));
+            }
             const VI four = every_four(x + i % MR * INT8_INPUTS);
             low[i] = _mm256_add_epi32(low[i], _mm256_madd_epi16(four, w_low));
             high[i] = _mm256_add_epi32(high[i], _mm256_madd_epi16(four, w_high));
@@ -70,8 +73,8 @@ constexpr int int8_rows(int) { return INT8_ROWS; }
 
 constexpr int64_t int8_near(int64_t panel_bytes) { return panel_bytes; }
 
-// The columns [column, end) of a piece of the inputs, NR × 8 at a time. Each line of the panel's 16 columns has one of the
-// next panel that it asks for meanwhile; where tiles are narrower, the first ones do.
+// Columns of a piece of the inputs from `column` on, NR × 8 at a time; where those end that it can take. For each group the
+// first tiles of a panel ask for a line of the next one, those of 32 columns for two.
 template <int MR, int NR>
 inline int int8_columns(const int16_t* x, int column, int columns, const int8_t* w, const penjing::Ahead& ahead,
                         int64_t first, int64_t some, int64_t groups, bool more, int32_t* acc) {
@@ -141,12 +144,12 @@ inline void stepped_block(const char* w, int64_t groups, int64_t pairs, int rows
 
 constexpr int int4_rows(int) { return 6; }
 
-// Products of bytes in [0, 15] and [−127, 127]: two pairs of them stay far inside 16 bits, so nothing is widened first.
-// Four bytes in every lane; read from memory, as no register of the other kind can be.
+// The same of four bytes.
 inline VI every_word(const int8_t* at) {
     return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(at)));
 }
 
+// Products of bytes in [0, 15] and [−127, 127]: two pairs of them stay far inside 16 bits, so nothing is widened first.
 template <int MR>
 inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const int32_t* start, float* total) {
     const VI low_half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
