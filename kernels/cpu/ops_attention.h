@@ -17,9 +17,6 @@ inline void fetch_row(const void* row, int bytes) {
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 2);
 }
 
-inline V load_key(const float* p, int n) { return v_load_n(p, n); }
-inline V load_key(const uint16_t* p, int n) { return v_load_f16_n(p, n); }
-
 // A little at a time: bursts of requests fill the first-level cache's miss buffers and stall (27 against 37 GB/s).
 template <typename T>
 inline void pack_rows(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out) {
@@ -37,8 +34,10 @@ inline void pack_rows(const void* const* k, const void* const* ahead, int keys, 
         }
         for (int lane = 0; d < words && lane < W; ++lane) {
             alignas(64) float rest[W];
-            v_store(rest, load_key(rows[lane] + d, words - d));
-            // Bytes, not floats: a word may be four dimensions.
+            const void* at = rows[lane] + d;
+            // Bytes, not floats: a word may be four dimensions, and starts anywhere.
+            if (sizeof(T) == sizeof(float)) __builtin_memcpy(rest, at, static_cast<size_t>(words - d) * sizeof(float));
+            else v_store(rest, v_load_f16_n(static_cast<const uint16_t*>(at), words - d));
             for (int i = d; i < words; ++i) __builtin_memcpy(to + i * W + lane, rest + i - d, sizeof(float));
         }
         ahead += W;
