@@ -93,7 +93,7 @@ def test_integers_lose_no_more_with_one(tiny_checkpoint: Path, tmp_path: Path) -
 
     def scores(of: Path, adapter: str | None) -> Tensor:
         asked = request("r", adapter, prompt_logprobs=0, max_tokens=1)
-        engine = engine_of(of, {"alice": folder})
+        engine = engine_of(of, {"alice": folder}, kv_dtype="float32")
         engine.add(asked)
         found = next(output.prompt_logprobs for output in engine.step() if output.prompt_logprobs is not None)
         return torch.tensor([next(iter(each.values())).logprob for each in found if each])

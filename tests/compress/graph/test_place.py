@@ -21,7 +21,6 @@ from penjing.compress.quantize.targets import GraphSettings
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, operator_name, tensor_at
 from penjing.core.graph.trace import from_torch
-from penjing.core.runtime.onnx_runtime import EXACT_PRODUCTS, has_vnni
 from tests.compress.graph.networks import Block, Branches, randomised
 from tests.core.graph.networks import Residual
 
@@ -41,8 +40,6 @@ def _run(network: Network, path: Path, *inputs: Tensor) -> tuple[Tensor, Counter
     """What ONNX Runtime answers, and the operators that it runs."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
-    if not has_vnni():
-        options.add_session_config_entry(EXACT_PRODUCTS, "1")
     options.optimized_model_filepath = str(path.with_suffix(".optimised"))
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [spec.name for spec in network.config.inputs]

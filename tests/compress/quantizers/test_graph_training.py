@@ -28,6 +28,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.graph.network import Network
 from penjing.core.graph.trace import from_torch
 from penjing.core.progress import Silent
+from penjing.core.runtime.onnx_runtime import has_vnni
 from penjing.core.work import Places
 from penjing.train.families.base import build_checkpoint_task
 from penjing.train.families.graph import GraphTraining
@@ -114,6 +115,9 @@ def _error(rounded: Network, floating: Network) -> float:
     return float((rounded(images)[0] - wanted).square().mean() / wanted.var(0).mean())
 
 
+@pytest.mark.xfail(
+    not has_vnni(), reason="products of ONNX Runtime, see docs/limits"
+)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("model", "settings"),

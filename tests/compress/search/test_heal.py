@@ -173,7 +173,7 @@ def test_a_healed_decoder_is_judged_as_the_recipe_makes_it(
     values["steps"][-1] |= {"weights_bits": 4}
     run_recipe(values)
     assert found == pytest.approx(apart(model, Path(values["output"]), trials.judged_WT), rel=0.1)
-    assert found < 0.95 * trials.divergence(choice)
+    assert found < 0.97 * trials.divergence(choice)
 
 
 def test_nothing_heals_without_a_step_that_trains(tmp_path: Path, classifier: dict[str, Any]) -> None:

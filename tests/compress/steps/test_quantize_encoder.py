@@ -29,6 +29,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, tensor_at
 from penjing.core.imports.importer import import_model
 from penjing.core.progress import Silent
+from penjing.core.runtime.onnx_runtime import has_vnni
 from penjing.core.text.text_tokenizer import TextTokenizer
 from tests.core.models.encoders import write_sentence_transformer
 
@@ -112,6 +113,9 @@ def test_the_floating_file_computes_what_the_model_does(shallow: Path, tmp_path:
     assert np.abs(found - wanted).max() < 2e-6
 
 
+@pytest.mark.xfail(
+    not has_vnni(), reason="products of ONNX Runtime, see docs/limits"
+)
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"])
 def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
     checkpoint: Path, shallow: Path, tmp_path: Path, for_cpu: Quantized, target: str
@@ -141,6 +145,9 @@ def test_query_key_and_value_read_one_rounded_input(for_cpu: Quantized) -> None:
     assert len(names) == len(set(names)) == 2 * 4  # a layer: its input, and those of output, up, down
 
 
+@pytest.mark.xfail(
+    not has_vnni(), reason="products of ONNX Runtime, see docs/limits"
+)
 def test_smoothing_lowers_the_error(shallow: Path, tmp_path: Path) -> None:
     """With one channel of a norm's output a hundred times larger, as BERTs have them."""
     model = load_encoder(shallow)

@@ -171,7 +171,7 @@ def test_a_run_writes_the_adapter_alone_and_the_engine_serves_it(recipe: Path, i
                 parameter.copy_(tensors[name])
         prompt = ChatTokens.from_folder(int8, None).prompt({"prompt": "How many trees?"})
         known = model(torch.tensor([prompt]))[0, -1].log_softmax(-1)
-    engine = engine_of(int8, {"alice": out}, adapter_dtype="float32")
+    engine = engine_of(int8, {"alice": out}, adapter_dtype="float32", kv_dtype="float32")
     found = answers(engine, [request("r", "alice", prompt, max_tokens=1), request("s", None, prompt, max_tokens=1)])
     ((token, entry),) = found["r"]
     assert token == int(known.argmax())
