@@ -115,9 +115,7 @@ def _error(rounded: Network, floating: Network) -> float:
     return float((rounded(images)[0] - wanted).square().mean() / wanted.var(0).mean())
 
 
-@pytest.mark.xfail(
-    not has_vnni(), reason="products of ONNX Runtime, see docs/limits"
-)
+@pytest.mark.xfail(not has_vnni(), reason="products of ONNX Runtime, see docs/limits")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("model", "settings"),

@@ -113,9 +113,7 @@ def test_the_floating_file_computes_what_the_model_does(shallow: Path, tmp_path:
     assert np.abs(found - wanted).max() < 2e-6
 
 
-@pytest.mark.xfail(
-    not has_vnni(), reason="products of ONNX Runtime, see docs/limits"
-)
+@pytest.mark.xfail(not has_vnni(), reason="products of ONNX Runtime, see docs/limits")
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"])
 def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
     checkpoint: Path, shallow: Path, tmp_path: Path, for_cpu: Quantized, target: str
@@ -145,9 +143,7 @@ def test_query_key_and_value_read_one_rounded_input(for_cpu: Quantized) -> None:
     assert len(names) == len(set(names)) == 2 * 4  # a layer: its input, and those of output, up, down
 
 
-@pytest.mark.xfail(
-    not has_vnni(), reason="products of ONNX Runtime, see docs/limits"
-)
+@pytest.mark.xfail(not has_vnni(), reason="products of ONNX Runtime, see docs/limits")
 def test_smoothing_lowers_the_error(shallow: Path, tmp_path: Path) -> None:
     """With one channel of a norm's output a hundred times larger, as BERTs have them."""
     model = load_encoder(shallow)
