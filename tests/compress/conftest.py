@@ -4,33 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import onnxruntime
 import pytest
 
 from penjing.compress.run import run_recipe
-from penjing.core.runtime.onnx_runtime import EXACT_PRODUCTS, has_vnni
 from tests.exporter import one_table_of_translators  # noqa: F401  # a fixture for all
 from tests.figures import figures_without_ink  # noqa: F401
 from tests.starts import equal_networks_are_counted_once  # noqa: F401
 
 WriteRecipe = Callable[[Path, Path], Path]
-
-
-@pytest.fixture(autouse=True)
-def exact_products_without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime's products of bytes saturate on processors without VNNI, unless a session asks for exact ones."""
-    if has_vnni():
-        return
-    opened = onnxruntime.InferenceSession
-
-    def session(path: Any, options: Any = None, *others: Any, **settings: Any) -> Any:
-        options = settings.pop("sess_options", options) or onnxruntime.SessionOptions()
-        options.add_session_config_entry(EXACT_PRODUCTS, "1")
-        return opened(path, options, *others, **settings)
-
-    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
 
 
 class Notes:

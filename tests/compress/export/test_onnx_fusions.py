@@ -19,6 +19,7 @@ from penjing.compress.graph.place import apply_quantization
 from penjing.compress.graph.stored import stored
 from penjing.compress.quantize.targets import GraphSettings
 from penjing.core.graph.trace import from_torch
+from tests.compress.products import EXACT
 
 
 class _Layer(nn.Module):
@@ -37,6 +38,8 @@ class _Layer(nn.Module):
 def _kinds(path: Path, x: Tensor, y: Tensor) -> tuple[Tensor, Counter[str]]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.optimized_model_filepath = 3, str(path.with_suffix(".optimised"))
+    for key, value in EXACT.items():
+        options.add_session_config_entry(key, value)
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     found = session.run(None, {"x": x.numpy(), "y": y.numpy()})[0]
     run = onnx.load(options.optimized_model_filepath).graph.node

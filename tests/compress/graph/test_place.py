@@ -22,6 +22,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, operator_name, tensor_at
 from penjing.core.graph.trace import from_torch
 from tests.compress.graph.networks import Block, Branches, randomised
+from tests.compress.products import EXACT
 from tests.core.graph.networks import Residual
 
 _IMAGES = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -40,6 +41,8 @@ def _run(network: Network, path: Path, *inputs: Tensor) -> tuple[Tensor, Counter
     """What ONNX Runtime answers, and the operators that it runs."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
+    for key, value in EXACT.items():
+        options.add_session_config_entry(key, value)
     options.optimized_model_filepath = str(path.with_suffix(".optimised"))
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [spec.name for spec in network.config.inputs]

@@ -70,19 +70,13 @@ def test_greedy_answers_are_the_likeliest_tokens_of_the_whole_text(
 
 
 def test_int8_answers_are_those_of_the_engine(tiny_int8: Path) -> None:
-    """But for rounding: a value of INT8 may go to either side, which moves logits by a fiftieth of the largest."""
-    prompts, model = random_ids(5, 30), load_model(tiny_int8).model
-    found = continue_greedily(model, prompts, 16, frozenset(), lambda: None)
-    engine = load_engine(tiny_int8, EngineConfig.model_validate(DEFAULTS))
+    # Of these the likeliest token is ahead by 2 % of the largest logit at each step; rounding moves logits by 0.4 %.
+    prompts = [random_ids(5, length)[1] for length in (22, 39)]
+    found = continue_greedily(load_model(tiny_int8).model, prompts, 16, frozenset(), lambda: None)
+    engine = load_engine(tiny_int8, EngineConfig.model_validate(DEFAULTS | {"kv_dtype": "float32"}))
     wanted = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     served = run_all(engine, [Request(str(number), prompt, wanted) for number, prompt in enumerate(prompts)])
-    for number, prompt in enumerate(prompts):
-        for answer in (found[number], ids_of(served[str(number), 0])):
-            assert len(answer) == 16
-            with torch.inference_mode():
-                logits_TV = model(torch.tensor(prompt + answer))[len(prompt) - 1 : -1]
-            chosen_T = logits_TV.gather(1, torch.tensor(answer)[:, None])[:, 0]
-            assert (chosen_T >= logits_TV.amax(1) - 5e-2 * logits_TV.abs().amax()).all()
+    assert [ids_of(served[str(number), 0]) for number in range(2)] == found
 
 
 def test_an_answer_ends_with_a_token_that_stops(tiny_checkpoint: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_healed_decoder_is_judged_as_the_recipe_makes_it(
     work = Tasks(tmp_path / "work")
     work.path.mkdir()
     trials.prepare(work, Silent())
-    healer = Healer(Heal(steps=3), trials, values, recipe, family, Silent())
+    healer = Healer(Heal(steps=5), trials, values, recipe, family, Silent())
     kinds = [each.kind for each in trials.space.variables]
     assert kinds == ["layer"] * 3 + ["bits"] * 3
     choice = [1, 2, 0, 0, 1, 1]  # a narrower layer in 8 bits, one gone, one whole in 4 bits
@@ -168,12 +168,12 @@ def test_a_healed_decoder_is_judged_as_the_recipe_makes_it(
     assert healer.divergence(choice, work) == found  # kept
     assert not (work.path / healer.name(choice)).exists()
     assert not healer.changes([0, 0, 0, 1, 1, 1])
-    values["steps"][1]["steps"] = 3
+    values["steps"][1]["steps"] = 5
     values["steps"] = trials.point(values, choice)
     values["steps"][-1] |= {"weights_bits": 4}
     run_recipe(values)
     assert found == pytest.approx(apart(model, Path(values["output"]), trials.judged_WT), rel=0.1)
-    assert found < 0.97 * trials.divergence(choice)
+    assert found < 0.95 * trials.divergence(choice)
 
 
 def test_nothing_heals_without_a_step_that_trains(tmp_path: Path, classifier: dict[str, Any]) -> None:

@@ -23,14 +23,21 @@ from penjing.compress.quantizers.encoder import EncoderQuantize, calibrated_enco
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.artifact.onnx import Quantization
-from penjing.core.artifact.onnx_encoder import embed_texts, open_encoder_artifact, open_encoder_session
+from penjing.core.artifact.onnx_encoder import (
+    IDS,
+    MASK,
+    OUTPUT,
+    embed_texts,
+    open_encoder_artifact,
+    open_encoder_session,
+)
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import Network, tensor_at
 from penjing.core.imports.importer import import_model
 from penjing.core.progress import Silent
-from penjing.core.runtime.onnx_runtime import has_vnni
 from penjing.core.text.text_tokenizer import TextTokenizer
+from tests.compress.products import as_written
 from tests.core.models.encoders import write_sentence_transformer
 
 pytestmark = pytest.mark.xdist_group("quantized-encoder")  # one artifact for all
@@ -113,7 +120,6 @@ def test_the_floating_file_computes_what_the_model_does(shallow: Path, tmp_path:
     assert np.abs(found - wanted).max() < 2e-6
 
 
-@pytest.mark.xfail(not has_vnni(), reason="products of ONNX Runtime, see docs/limits")
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"])
 def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
     checkpoint: Path, shallow: Path, tmp_path: Path, for_cpu: Quantized, target: str
@@ -122,7 +128,7 @@ def test_the_quantized_file_computes_what_the_fake_quantized_model_does(
     deep = target == "onnxruntime-cpu"
     made = for_cpu if deep else quantized(shallow, tmp_path, target)
     tokenize, wanted = made.tokenize, made.rows()
-    session = open_encoder_session(made.file, optimise=False)
+    session = as_written(made.file, [IDS, MASK], [OUTPUT])
     with torch.no_grad():
         floating = load_encoder(checkpoint if deep else shallow)(*tokenize(TEXTS).tensors()).numpy()
     found = embed_texts(session, tokenize, TEXTS)
@@ -143,7 +149,6 @@ def test_query_key_and_value_read_one_rounded_input(for_cpu: Quantized) -> None:
     assert len(names) == len(set(names)) == 2 * 4  # a layer: its input, and those of output, up, down
 
 
-@pytest.mark.xfail(not has_vnni(), reason="products of ONNX Runtime, see docs/limits")
 def test_smoothing_lowers_the_error(shallow: Path, tmp_path: Path) -> None:
     """With one channel of a norm's output a hundred times larger, as BERTs have them."""
     model = load_encoder(shallow)
@@ -162,7 +167,7 @@ def test_smoothing_lowers_the_error(shallow: Path, tmp_path: Path) -> None:
         export_network(stored(network, "onnxruntime-cpu"), tmp_path / "model.onnx", {}, "onnxruntime-cpu")
     errors = {smoothing: float(1 - (rows * wanted).sum(1).mean()) for smoothing, rows in found.items()}
     assert errors[True] < 0.5 * errors[False]
-    rows = embed_texts(open_encoder_session(tmp_path / "model.onnx", optimise=False), tokenize, TEXTS)
+    rows = embed_texts(as_written(tmp_path / "model.onnx", [IDS, MASK], [OUTPUT]), tokenize, TEXTS)
     assert (rows * found[True].numpy()).sum(1).min() > 0.9999
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,10 @@ def gpu_device() -> Iterator[str]:
 def repair_interpreter() -> None:
     """Let loops run to bounds known at run time: numpy ≥ 2.4 turns no array of one value into an int any more, and
     the interpreter of the Triton language 3.6 asks it to.
+
+    And let products in float32 have bits that depend on row and column alone, as those of a device do: the sums of
+    numpy's library run in another order for other shapes, on some processors. In float64 that is far below what
+    float32 keeps.
     """
     from triton.runtime import interpreter
 
@@ -38,4 +43,14 @@ def repair_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_repair
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def dot_in_float64(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
+            return dot(self, a, b, d, *how)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    builder.create_dot = dot_in_float64  # pyright: ignore[reportAttributeAccessIssue]
     interpreter.penjing_repaired = True  # pyright: ignore[reportAttributeAccessIssue]
