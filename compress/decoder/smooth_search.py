@@ -212,28 +212,13 @@ class Search:
         best = candidates[noises.index(min(noises))]
         weights = whole.near_weights(best[place_K])
         parts = [part.near_inputs(best[place_K], weights) for part in parts]
-        adam = _Adam(best.log())
+        logarithm = best.log()
+        adam = torch.optim.Adam([logarithm], lr=RATE)
         for step in range(self.steps):
-            noise, gradient_K = parts[step % every].gradient(adam.value.exp()[place_K])
+            adam.param_groups[0]["lr"] = RATE * (1 - step / self.steps)
+            noise, gradient_K = parts[step % every].gradient(logarithm.exp()[place_K])
             gradient_K /= noise.clamp(min=TINY)  # of the noise's logarithm; of zeros nothing is rounded
-            gradient = torch.zeros_like(best).index_add_(0, place_K, gradient_K)
-            adam.step(gradient, RATE * (1 - step / self.steps))
-        searched = adam.value.exp()
+            logarithm.grad = torch.zeros_like(best).index_add_(0, place_K, gradient_K)
+            adam.step()
+        searched = logarithm.exp()
         return searched if float(whole(searched[place_K])) < float(whole(best[place_K])) else best
-
-
-class _Adam:
-    """Adam (arXiv:1412.6980) on one tensor, with its usual settings. A step of torch's takes several times as long for
-    what it can do beside."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value, self._mean, self._square = value, torch.zeros_like(value), torch.zeros_like(value)
-        self._steps = 0
-
-    def step(self, gradient: Tensor, rate: float) -> None:
-        """Change `value` in place."""
-        self._steps += 1
-        self._mean.lerp_(gradient, 0.1)
-        self._square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-        root = (self._square.sqrt() / (1 - 0.999**self._steps) ** 0.5).add_(1e-8)
-        self.value.addcdiv_(self._mean, root, value=-rate / (1 - 0.9**self._steps))

@@ -12,7 +12,6 @@ import torch
 from penjing.core.progress import Silent
 from penjing.train.data.pack import pack
 from penjing.train.objective.objective import IGNORED, Batch
-from tests.starts import equal_networks_are_counted_once  # noqa: F401  # a fixture for all
 
 RECIPE = """
 output = "{folder}/out"
