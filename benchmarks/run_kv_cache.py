@@ -1,7 +1,7 @@
 """Measure caches of keys and values in float16 and INT8 against float32: perplexity, bytes, attention, decoder steps.
 
     python benchmarks/run_kv_cache.py build/smollm2-int8
-    python benchmarks/run_kv_cache.py build/smollm2-int8 --only perplexity
+    python benchmarks/run_kv_cache.py build/smollm2-int8 --only perplexity --text essays
 
 Perplexity is that of held-out text in windows that start afresh, computed through the same step as serving, in chunks
 of a prompt: queries read keys and values from the cache alone. Speeds are medians of interleaved rounds.
@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from lib.models import ARTIFACT, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
+from lib.texts import SOURCES
 from run_kernels import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, READ, Case, Rounds, reading
 from torch import Tensor
 
+from penjing.compress.samples.text import spread
 from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError, SetupError
@@ -36,13 +38,15 @@ from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
 DTYPES: tuple[KvDtype, ...] = ("float32", "float16", "int8")
 FLOAT_CACHE = "float32 cache"
 PAGES: dict[KvDtype, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+MANUAL = "manual"  # Python's, as calibration's own
 CHUNK = 256  # tokens of a window that share a step: later ones read what earlier steps stored
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", default=ARTIFACT, help="an artifact or checkpoint")
-    parser.add_argument("--tokens", type=int, default=8192, help="of held-out text")
+    parser.add_argument("--tokens", type=int, default=8192, help="of text")
+    parser.add_argument("--text", choices=[MANUAL, *SOURCES], default=MANUAL, help="held-out, or never calibrated on")
     parser.add_argument("--window", type=int, default=2048, help="tokens of a window, a multiple of 256")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", choices=["perplexity", "attention", "steps"])
@@ -63,44 +67,35 @@ def main() -> int:
             if step is None:
                 raise SetupError(f"{arguments.model} does not run as fused steps")
             if arguments.only != "steps":
-                rows += perplexity_rows(loaded, step, arguments.tokens, arguments.window)
+                rows += perplexity_rows(loaded, step, arguments.tokens, arguments.window, arguments.text)
             if arguments.only != "perplexity":
                 rows += step_rows(kernels, loaded.config, step, arguments.rounds)
     append("kv_cache", rows, arguments.results)
     return 0
 
 
-def perplexity_rows(loaded: LoadedModel, step: DecoderStep, num_tokens: int, window: int) -> list[Row]:
+def perplexity_rows(loaded: LoadedModel, step: DecoderStep, num_tokens: int, window: int, text: str) -> list[Row]:
     if window % CHUNK or num_tokens % window or not window <= loaded.config.max_position_embeddings:
         raise InputError(
             f"windows of {window} tokens in {num_tokens}: multiples of {CHUNK}, within the model's context"
         )
-    windows = heldout_tokens(loaded.tokenizer, num_tokens).view(-1, window)
-    value = {kind: perplexity(loaded.config, step, windows, kind) for kind in DTYPES}
-    token_bytes = {kind: bytes_per_block(loaded.config, 1, kind) for kind in DTYPES}
-    name = f"perplexity_{loaded.scheme}"
-    rows = [new_row("kv_cache", f"{name}_float32_cache", value["float32"], "perplexity", runs=1)]
-    for kind in DTYPES[1:]:
-        against = {"runs": 1, "baseline": FLOAT_CACHE}
-        rows += [
-            new_row(
-                "kv_cache",
-                f"{name}_{kind}_cache",
-                value[kind],
-                "perplexity",
-                baseline_value=value["float32"],
-                **against,
-            ),
-            new_row(
-                "kv_cache",
-                f"{'' if kind == 'int8' else kind + '_'}bytes_per_token",
-                token_bytes[kind],
-                "B",
-                baseline_value=token_bytes["float32"],
-                **against,
-            ),
-        ]
-    return rows
+    if text == MANUAL:
+        windows_WT = heldout_tokens(loaded.tokenizer, num_tokens).view(-1, window)
+    else:
+        ids = loaded.tokenizer.encode(SOURCES[text].text(), allow_special=False, add_special=False)
+        windows_WT = spread(ids, num_tokens // window, window)
+    value = {kind: perplexity(loaded.config, step, windows_WT, kind) for kind in DTYPES}
+    kept = {kind: float(bytes_per_block(loaded.config, 1, kind)) for kind in DTYPES}
+    end = "" if text == MANUAL else f"/{text}"
+    figures = [(f"perplexity_{loaded.scheme}_{kind}_cache{end}", "perplexity", kind, value) for kind in DTYPES]
+    if text == MANUAL:
+        figures += [("bytes_per_token", "B", "int8", kept), ("float16_bytes_per_token", "B", "float16", kept)]
+    return [
+        new_row("kv_cache", name, of[kind], unit, runs=1)
+        if kind == "float32"
+        else new_row("kv_cache", name, of[kind], unit, runs=1, baseline=FLOAT_CACHE, baseline_value=of["float32"])
+        for name, unit, kind, of in figures
+    ]
 
 
 def perplexity(config: DecoderConfig, step: DecoderStep, windows_WT: Tensor, kind: KvDtype) -> float:

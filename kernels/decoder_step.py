@@ -19,7 +19,7 @@ from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.key_blocks import StepBlocks
-from penjing.kernels.cpu.kv_layout import PAGE_DTYPES, check_int8_head_dim, page_dtype
+from penjing.kernels.cpu.kv_layout import check_int8_head_dim, page_dtype
 from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import PROJECTIONS, StepAdapters
@@ -283,7 +283,7 @@ class DecoderStep:
             sequences=abi.Sequences(cu_query, context_len, table, block_table_SB.shape[1], num_sequences),
             pool=pool,
             pool_scale=scales[0] if scales else None,
-            pool_dtype=PAGE_DTYPES[pool_dtype],
+            pool_dtype=abi.DTYPES[str(pool_dtype).removeprefix("torch.")],
             num_blocks=kv_pool.shape[2],
             block_size=kv_pool.shape[4],
             top=top,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.cpu.key_blocks import KeyBlocks
-from penjing.kernels.cpu.kv_layout import PAGE_DTYPES, check_cache, page_dtype
+from penjing.kernels.cpu.kv_layout import check_cache, page_dtype
 from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Selection, Sequences
 
 
@@ -96,7 +96,7 @@ def pages_of(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: 
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
     scales = [None if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)]
     pages = Pages(k_cache.data_ptr(), v_cache.data_ptr(), *scales, num_blocks, block_size, num_kv_heads, head_dim)
-    pages.dtype = PAGE_DTYPES[dtype]
+    pages.dtype = DTYPES[str(dtype).removeprefix("torch.")]
     return pages
 
 

@@ -13,8 +13,7 @@ import torch
 
 # Sums of 32767 × 127 over more dimensions than this leave 32 bits; dimensions are read four at a time.
 INT8_MAX_HEAD_DIM, INT8_HEAD_DIM_MULTIPLE = 512, 4
-# Of pages that the C++ kernels take, by their number in abi.h (PjDtype).
-PAGE_DTYPES = {torch.float32: 0, torch.float16: 2, torch.int8: 3}
+NATIVE = (torch.float32, torch.float16, torch.int8)
 FLOAT16_MOST = 65504.0  # what lies beyond is stored as this
 
 
@@ -39,7 +38,7 @@ def _gather(pages: torch.Tensor, scale: torch.Tensor | None, row_N: torch.Tensor
 
 def is_native(cache: torch.Tensor) -> bool:
     """The C++ kernels read and write pages of this dtype."""
-    return cache.dtype in PAGE_DTYPES and cache.numel() > 0
+    return cache.dtype in NATIVE and cache.numel() > 0
 
 
 def page_dtype(pages: torch.Tensor, scale: torch.Tensor | None) -> torch.dtype:
