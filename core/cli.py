@@ -130,15 +130,16 @@ def ask_server(artifact: Path, server: str | None) -> dict[str, Any]:
     """`penjing compress verify --served` or `--server`: compress checks the rest.
 
     Args:
-        server: host:port of a server that runs; None starts one for it.
+        server: host:port of a server that runs; None starts one for it, with settings of the record.
 
     Returns:
         See `penjing.serve.parity.served_parity`.
     """
+    from penjing.serve.families.base import family_at
     from penjing.serve.parity import served_parity
     from penjing.serve.supervisor.temporary import temporary_server
 
-    with nullcontext(server) if server else temporary_server(artifact) as address:
+    with nullcontext(server) if server else temporary_server(artifact, [*family_at(artifact).as_recorded]) as address:
         return served_parity(artifact, address)
 
 

@@ -162,6 +162,7 @@ class Family:
         parity: (folder of an artifact, client) → what the served model answers to the inputs of the artifact's parity
             record. Raises InputError for a damaged one, or for an endpoint that has a model of another shape. None: it
             is not asked.
+        as_recorded: settings ("key=value") under which a server computes as that record's own answers were computed.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Family:
     load: Callable[[Path, Any], BatchModel] | None = None
     workload: Callable[..., Workload] | None = None
     parity: Callable[[Path, Client], Served] | None = None
+    as_recorded: tuple[str, ...] = ()
 
 
 def family_at(folder: Path) -> Family:

@@ -101,4 +101,5 @@ FAMILY = Family(
     entry=_entry,
     ask=_ask,
     parity=_parity,
+    as_recorded=("kv_dtype=float32",),
 )
