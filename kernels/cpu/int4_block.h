@@ -30,13 +30,23 @@ inline int64_t bytes_of_group(const Int4Block& b) {
     return b.columns * bytes_of_scale(b.scale_dtype) * (b.group_scale ? 2 : 1);
 }
 
+// Of W columns of a group, from column `column` on.
+struct Group {
+    V scale;
+    V offset;  // where the layer has any
+};
+inline Group v_load_group(const Int4Block& b, const char* scales, int64_t column) {
+    const V scale = v_load_scales(scales, column, b.scale_dtype);
+    if (!b.group_scale) return {scale, v_zero()};
+    return {scale, v_load_scales(scales + b.columns * bytes_of_scale(b.scale_dtype), column, b.scale_dtype)};
+}
+
 // W columns of a row's sum over one group, ready to be added: sum × scale, and with offsets (sum × scale + sum of the
 // activations × offset) × the group's scale of activations.
-inline V group_term(const Int4Block& b, const char* scales, int64_t column, VI sum, V scale, int64_t at) {
-    const V product = v_mul(v_from_int(sum), scale);
+inline V group_term(const Int4Block& b, const Group& group, VI sum, int64_t at) {
+    const V product = v_mul(v_from_int(sum), group.scale);
     if (!b.group_scale) return product;
-    const V offset = v_load_scales(scales + b.columns * bytes_of_scale(b.scale_dtype), column, b.scale_dtype);
-    const V moved = v_mul(v_set(b.group_sum[at]), offset);
+    const V moved = v_mul(v_set(b.group_sum[at]), group.offset);
     return v_mul(v_add(product, moved), v_set(b.group_scale[at]));
 }
 

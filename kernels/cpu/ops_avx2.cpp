@@ -142,57 +142,107 @@ inline void stepped_block(const char* w, int64_t groups, int64_t pairs, int rows
     int8_block(rows, columns, x, ldx, code, ahead, groups * pairs * 2, more, acc);
 }
 
-constexpr int int4_rows(int) { return 6; }
+constexpr int int4_rows(int) { return 4; }
 
 // The same of four bytes.
 inline VI every_word(const int8_t* at) {
     return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(at)));
 }
 
-// Products of bytes in [0, 15] and [−127, 127]: two pairs of them stay far inside 16 bits, so nothing is widened first.
-template <int MR>
-inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const int32_t* start, float* total) {
+// What a tile of an INT4 layer asks for meanwhile: for each pair of k-groups `lines`, which are `far` apart.
+struct Fetch {
+    const int8_t* at;
+    int64_t step, far, skip;
+    int lines;
+
+    template <int MOST>
+    void ask() const {
+#pragma GCC unroll 4
+        for (int line = 0; line < MOST; ++line)
+            if (line < lines) _mm_prefetch(reinterpret_cast<const char*>(at + line * far), _MM_HINT_T1);
+    }
+};
+
+// One block of rows reads ahead what it will read of the next panel, several fetch parts of it (ops_int4.h).
+inline Fetch fetch_of(const Int4Block& b, int64_t column) {
+    const int64_t line = column / 16, left = b.ahead.lines - line, pairs = b.groups * b.group / 8;
+    const int lines = left < 0 ? 0 : static_cast<int>(left);
+    if (b.skip) return {b.ahead.at + 64 * line, 4 * b.columns, 64, b.skip, lines};
+    return {b.ahead.at + 64 * line * pairs, 64, 64 * pairs, 0, lines};
+}
+
+// Sums of one group. Products are of bytes in [0, 15] and [−127, 127]: those of 32 inputs stay inside 16 bits, two in a lane,
+// so that nothing is widened before. Of NR × 8 columns, so that few rows read whole cache lines.
+template <int MR, int NR>
+inline void int4_sums(const char* w, int64_t step, const int8_t* x, int64_t ldx, int64_t inputs, Fetch& fetch, VI* sum) {
+    constexpr bool BY_COLUMN = MR <= 2;  // either two rows' inputs stay in registers, or two columns' weights
     const VI low_half = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    const bool fetches = column / 8 < b.ahead.lines;
-    const int8_t* ahead = b.ahead.at + (fetches ? column / 8 * 64 * (b.groups * b.group / 8) : 0);
-    const char* w = b.weight;
-    for (int m = 0; m < MR; ++m) v_store(total + m * penjing::PANEL, v_zero());
-    for (int64_t g = 0; g < b.groups; ++g) {
-        const char* scales = w;
-        w += bytes_of_group(b);
-        VI sum[MR];
-        for (int m = 0; m < MR; ++m) sum[m] = _mm256_set1_epi32(b.group_scale ? 0 : start[m * b.lds + g]);
-        for (int64_t pair = 0; pair < b.group / 8; ++pair, w += 4 * b.columns, x += 8) {
-            if (fetches) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1), ahead += 64;
-            const VI both = _mm256_loadu_si256(reinterpret_cast<const VI*>(w + 4 * column));
-            const VI first = _mm256_and_si256(both, low_half);
-            const VI second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+    const int8_t* upper = x + 2 * ldx;  // of rows 2 and 3
+    asm("" : "+r"(upper));              // else GCC keeps an address for each row and each pair, on the stack
+    for (int64_t first = 0; first < inputs; first += 32, x += 32, upper += 32) {
+        VI part[MR * NR];
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; ++pair, w += step, fetch.at += fetch.step) {
+            fetch.template ask<NR / 2>();
+            VI low[NR], high[NR];
 #pragma GCC unroll 8
-            for (int m = 0; m < MR; ++m) {
-                const VI products = _mm256_add_epi16(_mm256_maddubs_epi16(first, every_word(x + m * b.ldx)),
-                                                     _mm256_maddubs_epi16(second, every_word(x + m * b.ldx + 4)));
-                sum[m] = _mm256_add_epi32(sum[m], _mm256_madd_epi16(products, ones));
-                asm("" : "+x"(sum[m]));  // as in int8_tile
+            for (int i = 0; i < MR * NR; ++i) {
+                const int m = BY_COLUMN ? i % MR : i / NR, n = BY_COLUMN ? i / MR : i % NR;
+                if (m == 0) {
+                    const VI both = vi_load(w + 32 * n);
+                    low[n] = _mm256_and_si256(both, low_half);
+                    high[n] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+                }
+                const int8_t* row = (m < 2 ? x : upper) + m % 2 * ldx + 8 * pair;
+                const VI product = _mm256_maddubs_epi16(low[n], every_word(row));
+                VI& to = part[m * NR + n];
+                to = _mm256_add_epi16(pair ? _mm256_add_epi16(to, product) : product,
+                                      _mm256_maddubs_epi16(high[n], every_word(row + 4)));
+                asm("" : "+x"(to));  // as in int8_tile
             }
         }
-        const V scale = v_load_scales(scales, column, b.scale_dtype);
-        for (int m = 0; m < MR; ++m) {
-            float* at = total + m * penjing::PANEL;
-            v_store(at, v_add(v_load(at), group_term(b, scales, column, sum[m], scale, m * b.lds + g)));
-        }
+#pragma GCC unroll 8
+        for (int i = 0; i < MR * NR; ++i) sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(part[i], ones));
     }
 }
 
-inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
-    for (int64_t column = 0; column < b.columns; column += 8) {
-        switch (rows) {
-            case 1: int4_tile<1>(b, column, x, start, total + column); break;
-            case 2: int4_tile<2>(b, column, x, start, total + column); break;
-            case 3: int4_tile<3>(b, column, x, start, total + column); break;
-            case 4: int4_tile<4>(b, column, x, start, total + column); break;
-            case 5: int4_tile<5>(b, column, x, start, total + column); break;
-            default: int4_tile<6>(b, column, x, start, total + column); break;
+template <int MR, int NR>
+inline void int4_tile(const Int4Block& b, int64_t column, const int8_t* x, const int32_t* start, float* total) {
+    const int64_t step = 4 * b.columns, scale_bytes = bytes_of_group(b);
+    const char* w = b.weight;
+    Fetch fetch = fetch_of(b, column);
+    for (int i = 0; i < MR * NR; ++i) v_store(total + i / NR * penjing::PANEL + i % NR * 8, v_zero());
+    for (int64_t g = 0; g < b.groups; ++g) {
+        if (fetch.skip) fetch.template ask<NR / 2>();
+        fetch.at += fetch.skip;
+        VI sum[MR * NR];
+        for (int i = 0; i < MR * NR; ++i) sum[i] = vi_set(b.group_scale ? 0 : start[i / NR * b.lds + g]);
+        int4_sums<MR, NR>(w + scale_bytes + 4 * column, step, x, b.ldx, b.group, fetch, sum);
+        for (int n = 0; n < NR; ++n) {
+            const Group group = v_load_group(b, w, column + 8 * n);
+            for (int m = 0; m < MR; ++m) {
+                float* at = total + m * penjing::PANEL + 8 * n;
+                v_store(at, v_add(v_load(at), group_term(b, group, sum[m * NR + n], m * b.lds + g)));
+            }
         }
+        x += b.group;
+        w += scale_bytes + step * b.group / 8;
+    }
+}
+
+template <int MR, int NR>
+inline int64_t int4_columns(const Int4Block& b, int64_t column, const int8_t* x, const int32_t* start, float* total) {
+    for (; column + 8 * NR <= b.columns; column += 8 * NR) int4_tile<MR, NR>(b, column, x, start, total + column);
+    return column;
+}
+
+inline void int4_block(int rows, const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    const auto run = [&](auto columns_of, int64_t column) { return columns_of(b, column, x, start, total); };
+    switch (rows) {
+        case 1: run(int4_columns<1, 2>, run(int4_columns<1, 8>, 0)); break;
+        case 2: run(int4_columns<2, 2>, run(int4_columns<2, 4>, 0)); break;
+        case 3: run(int4_columns<3, 2>, 0); break;
+        default: run(int4_columns<4, 2>, 0); break;
     }
 }
 

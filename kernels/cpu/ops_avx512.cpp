@@ -245,10 +245,10 @@ inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start,
         const int32_t* from = b.group_scale ? &zero : start + g;
         int4_sums<MR, NR, LINES>(x, b.ldx, from, b.group_scale ? 0 : b.lds, w + scale_bytes, ahead, pairs, step, acc);
         for (int n = 0; n < NR; ++n) {
-            const V scale = v_load_scales(w, 16 * n, b.scale_dtype);
+            const Group group = v_load_group(b, w, 16 * n);
             for (int m = 0; m < MR; ++m) {
                 const int at = m * penjing::PANEL + 16 * n;
-                const V term = group_term(b, w, 16 * n, vi_load(acc + at), scale, m * b.lds + g);
+                const V term = group_term(b, group, vi_load(acc + at), m * b.lds + g);
                 v_store(total + at, v_add(v_load(total + at), term));
             }
         }

@@ -64,8 +64,7 @@ inline void int4_block(int, const Int4Block& b, const int8_t* x, const int32_t* 
             }
         }
         for (int64_t column = 0; column < b.columns; column += W) {
-            const V scale = v_load_scales(scales, column, b.scale_dtype);
-            const V term = group_term(b, scales, column, vi_load(sum + column), scale, g);
+            const V term = group_term(b, v_load_group(b, scales, column), vi_load(sum + column), g);
             v_store(total + column, v_add(v_load(total + column), term));
         }
     }
