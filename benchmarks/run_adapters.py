@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from lib.level import at_level
 from lib.models import add_arguments, make_models, say, warn_if_busy
 from lib.rows import RESULTS, append, new_row
 
@@ -80,7 +81,7 @@ def main() -> int:
         for name in CONTESTANTS
         if name != "none"
     ]  # fmt: skip
-    append("adapters", rows, arguments.results)
+    append("adapters", at_level(rows), arguments.results)
     return 0
 
 

@@ -33,6 +33,7 @@ from lib.contestants import (
     prepare,
     run_rounds,
 )
+from lib.level import level_prefix
 from lib.models import (
     ARTIFACT,
     CHECKPOINT,
@@ -51,7 +52,6 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
 from penjing.core.runtime.schemes import quantized_modules
-from penjing.kernels.cpu import extension
 
 
 def main() -> int:
@@ -96,17 +96,11 @@ def main() -> int:
     runs = arguments.rounds * arguments.runs
     prefix = ("" if checkpoint == CHECKPOINT else f"{checkpoint.name}/") + ("int4/" if four else "")
     prefix += "" if arguments.kv_dtype == "auto" else f"{arguments.kv_dtype}_cache/"
-    prefix += "" if has_vnni() else "avx2/"
+    prefix += level_prefix()
     append("engine", engine_rows(outcome, runs, prefix), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)
     return 0
-
-
-def has_vnni() -> bool:
-    """Whether our kernels multiply bytes in one instruction here, as those do that the other rows are of."""
-    kernels = extension()
-    return kernels is not None and kernels.isa not in ("avx2", "scalar")
 
 
 def has_four_bits(artifact: Path) -> bool:

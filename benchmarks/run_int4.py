@@ -5,7 +5,8 @@
     python benchmarks/run_int4.py --whole build/smollm2-int4-whole --int8 build/smollm2-int8 --processor-time
 
 `--whole` is an artifact whose groups have whole numbers for scales (scales="whole"). With `--processor-time` the rows'
-names begin with `processor_`: one thread's time, which other work on the machine disturbs less.
+names begin with `processor_`: one thread's time, which other work on the machine disturbs less. Without AVX-512 those
+of speeds begin with `avx2/`.
 
 Rounds are interleaved, medians are kept. Weights of few rows come from memory: they are larger than the last-level
 cache. Quality is what the run that made the artifact measured on held-out text, and stands in its report.
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from lib.level import at_level
 from lib.models import say, warn_if_busy
 from lib.processor_time import add_processor_time, clock_of
 from lib.rows import RESULTS, Row, append, new_row
@@ -74,12 +76,7 @@ def main() -> int:
                 rows += step_rows(kernels, fours, arguments.int8, arguments.rounds, now)
         for name, folder in fours.items():
             rows += artifact_rows(folder, arguments.int8, name)
-    if arguments.processor_time:
-        timed = ("int4_linear", "decoder_step")
-        rows = [
-            each.model_copy(update={"metric": f"processor_{each.metric}"}) if each.metric.startswith(timed) else each
-            for each in rows
-        ]
+    rows = at_level(rows, ("int4_linear", "decoder_step"), "processor_" if arguments.processor_time else "")
     append("int4", rows, arguments.results)
     return 0
 

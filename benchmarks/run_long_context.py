@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from lib.level import at_level
 from lib.models import ARTIFACT, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 from lib.texts import SOURCES
@@ -89,7 +90,7 @@ def main() -> int:
         if "pass_key" in wanted:
             pass_key_rows(loaded, step, kinds, arguments)
         if "steps" in wanted:
-            append("long_context", step_rows(loaded.config, step, arguments), arguments.results)
+            append("long_context", at_level(step_rows(loaded.config, step, arguments)), arguments.results)
     return 0
 
 

@@ -25,6 +25,7 @@ from pydoc_data.topics import topics
 from statistics import median
 from typing import Any, NamedTuple
 
+from lib.level import at_level
 from lib.models import add_arguments, make_models, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 
@@ -59,6 +60,7 @@ FORM = {
     "required": ["name_of_the_person", "is_a_registered_member", "preferred_language", "number_of_orders"],
     "additionalProperties": False,
 }
+SPEEDS = ("one_stream", "16_streams", "draft/one_stream", "draft/16_streams")  # not tokens_a_step
 OFF = "speculate=off"
 
 
@@ -92,7 +94,7 @@ def main() -> int:
         measured = measure(name, requests, off, on, arguments.rounds)
         prefix = "draft/" if arguments.draft else ""
         rows += [row.model_copy(update={"metric": prefix + row.metric}) for row in measured]
-    append("speculation", rows, arguments.results)
+    append("speculation", at_level(rows, SPEEDS), arguments.results)
     return 0
 
 

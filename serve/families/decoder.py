@@ -22,9 +22,10 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
 
     checkpoint = open_checkpoint(folder)
     if settings.take_weights:
-        from penjing.serve.runner.load import check_taking
+        from penjing.serve.runner.load import check_same_factors, check_taking
 
         check_taking(settings, checkpoint.quantization is not None)
+        check_same_factors(settings, checkpoint.config)
     if settings.device != "cpu" or settings.dtype != "auto":
         from penjing.serve.runner.device import resolve_device
 

@@ -10,6 +10,7 @@ from penjing.core.checkpoint.draft import load_draft
 from penjing.core.checkpoint.load import SEES, LoadedModel, load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
@@ -76,6 +77,25 @@ def make_engine(
     runner = make_runner(loaded.model, config, adapters, workers)
     network = None if config.draft is None else load_network(config.draft, loaded, runner)
     return LLMEngine(loaded, config, runner, _speculation(config, runner, network))
+
+
+def check_same_factors(config: EngineConfig, model: DecoderConfig) -> None:
+    """Refuse to take the weights of a run that rotates otherwise than this engine would.
+
+    Args:
+        model: of the folder, which a run that trains it goes by.
+
+    Raises:
+        ConfigError: `max_model_len` chooses other factors of `longrope`.
+    """
+    original = model.rope_scaling.original_max_position_embeddings
+    is_long = model.rope_scaling.rope_type == "longrope" and model.max_position_embeddings > original
+    if config.take_weights and is_long and (config.max_model_len or model.max_position_embeddings) <= original:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} makes this model rotate by the factors of its original {original} "
+            f"tokens, and a run that trains it by those of its {model.max_position_embeddings}; leave it out, or take "
+            f"more than {original}"
+        )
 
 
 def check_taking(config: EngineConfig, is_quantized: bool) -> None:

@@ -18,6 +18,8 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import decoder_config_from_hf
 from penjing.core.models.rope import at_context, inverse_frequencies, usual_context
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.families.decoder import FAMILY
 from tests.compress.conftest import write_recipe
 from tests.core.folded.served import close, of_transformers, served
 from tests.core.folded.test_families import CASES, LONGROPE, save
@@ -175,3 +177,13 @@ def test_lists_of_factors_that_do_not_fit_are_refused(tmp_path: Path, tiny_check
     path.write_text(json.dumps(json.loads(path.read_text()) | rope))
     with pytest.raises(InputError, match="long_factor has 2 numbers, short_factor 6"):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
+
+
+def test_a_server_of_a_run_rotates_as_the_run_does(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    save(tmp_path / "hf", tiny_checkpoint, *CASES["phi3_longrope"][:2])
+    folder = import_model(str(tmp_path / "hf"), tmp_path / "out", context=512)
+    for most in (None, 65, 512):
+        FAMILY.check(folder, EngineConfig(take_weights=True, max_model_len=most))
+    FAMILY.check(folder, EngineConfig(max_model_len=64))
+    with pytest.raises(ConfigError, match=r"factors of its original 64 tokens, and a run .* those of its 512"):
+        FAMILY.check(folder, EngineConfig(take_weights=True, max_model_len=64))

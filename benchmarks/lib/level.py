@@ -1,0 +1,20 @@
+"""The processor's level in the names of speeds, so that rows of one level do not stand in place of another's."""
+
+from __future__ import annotations
+
+from lib.rows import Row
+from penjing.kernels.cpu import extension
+
+
+def level_prefix() -> str:
+    """Nothing where our kernels multiply bytes in one instruction, as where most rows were measured; else "avx2/"."""
+    kernels = extension()
+    return "" if kernels is not None and kernels.isa not in ("avx2", "scalar") else "avx2/"
+
+
+def at_level(rows: list[Row], speeds: tuple[str, ...] = ("",), prefix: str = "") -> list[Row]:
+    """The same rows; the level and `prefix` stand before metrics that begin with one of `speeds`, by default all."""
+    prefix = level_prefix() + prefix
+    return [
+        row.model_copy(update={"metric": prefix + row.metric}) if row.metric.startswith(speeds) else row for row in rows
+    ]
