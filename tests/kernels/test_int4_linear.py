@@ -24,6 +24,8 @@ from tests.kernels.cpu import needs_extension, the_extension
 SHAPES = [
     (1, 32, 1, 32),
     (1, 576, 192, 64),
+    (2, 192, 113, 32),
+    (4, 96, 48, 32),
     (7, 192, 113, 32),
     (9, 96, 48, 96),
     (17, 256, 65, 128),
