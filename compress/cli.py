@@ -163,6 +163,41 @@ def compress_sensitivity(
     write_json(result, json_file)
 
 
+@compress_app.command("vocabulary")
+def compress_vocabulary(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a decoder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The checkpoint folder to make.", show_default=False)],
+    keep: Annotated[float, typer.Option(min=0, max=1, help="Share of the tokens that stay.")] = 0.85,
+    texts: Annotated[
+        list[Path] | None, typer.Option("--text", help="Your own texts, whose tokens stay first; may be repeated.")
+    ] = None,
+    judge: Annotated[
+        list[Path] | None, typer.Option("--judge", help="A held-out text to judge by as well; may be repeated.")
+    ] = None,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Leave out the tokens of a decoder that are used least, and the rows of its embedding and head.
+
+    What they stood for is spelled by other tokens. Shows what held-out text costs then; nothing is trained. Small
+    decoders with large vocabularies lose least. Compress or train the new folder as any other.
+
+    Examples:
+
+    - `penjing compress vocabulary build/gemma3 build/gemma3-small --keep 0.84`
+    - `penjing compress vocabulary build/gemma3 build/gemma3-mine --keep 0.5 --text notes/ --judge letters.txt`
+    """
+    from penjing.compress.vocabulary.command import make_smaller_vocabulary, print_smaller_vocabulary
+    from penjing.core.progress import progress_bar
+
+    with progress_bar() as progress:
+        result = make_smaller_vocabulary(
+            checkpoint, out, keep, texts=texts or [], judge=judge or [], force=force, progress=progress
+        )
+    print_smaller_vocabulary(result)
+    write_json(result, json_file)
+
+
 @compress_app.command("search")
 def compress_search(
     recipe: Annotated[Path, typer.Argument(help="A recipe of a search, or a name of one.", show_default=False)],

@@ -9,8 +9,9 @@ from torch import nn
 
 from penjing.compress.decoder.check import refuse_experts
 from penjing.compress.distill.cache import Answer, TeacherCache
-from penjing.compress.distill.networks import check_decoder, decoder
+from penjing.compress.distill.networks import check_decoder, decoder, same_tokens
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
+from penjing.compress.distill.respelled import Respelled
 from penjing.compress.distill.task import Distilled
 from penjing.compress.distill.training import Training, TrainingSettings, unused
 from penjing.compress.samples.data import DataSettings
@@ -84,14 +85,14 @@ def learn_from_cache(
         shards=task.folder,
         sequence_length=step.sequence_length,
         document_mask=step.document_mask,
-        top_k=min(top_k, large.config.vocab_size),
+        top_k=min(top_k, open_checkpoint(student).config.vocab_size),
         temperature=temperature,
         mode=recipe.precision.mode,
     )
     device = choose_device(recipe.device)
 
     def load() -> Answer:
-        answers = Teacher(decoder(large), plain.inputs, device, recipe.precision.mode)
+        answers = Teacher(_answering(student, large), plain.inputs, device, recipe.precision.mode)
         return lambda batch: answers({name: tensor.to(device) for name, tensor in batch.items()})[0]
 
     cache.fill(load, progress)
@@ -100,7 +101,7 @@ def learn_from_cache(
 
 
 def _fitting_teacher(student: Path, teacher: Path, step: TrainingSettings) -> Checkpoint:
-    large = check_decoder(student, teacher)
+    large = check_decoder(student, teacher, respelled=True)
     if step.sequence_length > large.config.max_position_embeddings:
         raise ConfigError(
             f"sequence_length={step.sequence_length} is longer than the context of "
@@ -114,7 +115,13 @@ def _architecture(folder: Path) -> DecoderConfig:
 
 
 def _teacher(student: Path, teacher: Path, step: TrainingSettings) -> nn.Module:
-    return decoder(_fitting_teacher(student, teacher, step))
+    return _answering(student, _fitting_teacher(student, teacher, step))
+
+
+def _answering(student: Path, teacher: Checkpoint) -> nn.Module:
+    """The teacher's network, over the student's tokens."""
+    network = decoder(teacher)
+    return network if same_tokens(student, teacher.folder) else Respelled(network, student, teacher.folder)
 
 
 TRAINING = Training(

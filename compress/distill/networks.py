@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from penjing.compress.distill.respelled import is_respelled
 from penjing.core.checkpoint.classifier import classifier_skeleton, load_classifier
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
@@ -38,23 +39,27 @@ def classifier_teacher(student: Path, teacher: Path) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
-def check_decoder(student: Path, teacher: Path) -> Checkpoint:
+def check_decoder(student: Path, teacher: Path, *, respelled: bool = False) -> Checkpoint:
     """The teacher, opened, if the decoder `student` can learn from it.
+
+    Args:
+        respelled: the student's tokens may be some of the teacher's, see `Respelled`.
 
     Raises:
         InputError: other tokens, or narrower or less deep somewhere than the student; names the layer.
     """
     small, large = open_checkpoint(student), open_checkpoint(teacher)
-    if small.config.vocab_size != large.config.vocab_size:
-        raise InputError(
-            f"{student} has a vocabulary of {small.config.vocab_size}, teacher {teacher} of {large.config.vocab_size}; "
-            "logits compare token by token: take a teacher with the student's tokenizer"
-        )
-    if not _same_tokens(student, teacher):
-        raise InputError(
-            f"{teacher / 'tokenizer.json'} is another tokenizer than that of {student}; logits compare token by token: "
-            "take a teacher with the student's tokenizer"
-        )
+    if not (respelled and is_respelled(student, teacher)):
+        if small.config.vocab_size != large.config.vocab_size:
+            raise InputError(
+                f"{student} has a vocabulary of {small.config.vocab_size}, teacher {teacher} of "
+                f"{large.config.vocab_size}; logits compare token by token: take a teacher with the student's tokenizer"
+            )
+        if not same_tokens(student, teacher):
+            raise InputError(
+                f"{teacher / 'tokenizer.json'} is another tokenizer than that of {student}; logits compare token by "
+                "token: take a teacher with the student's tokenizer"
+            )
     with torch.device("meta"):
         _check_widths(Decoder(small.config), Decoder(large.config), teacher)
     return large
@@ -71,7 +76,8 @@ def decoder(checkpoint: Checkpoint) -> Decoder:
     return model.eval()
 
 
-def _same_tokens(student: Path, teacher: Path) -> bool:
+def same_tokens(student: Path, teacher: Path) -> bool:
+    """Whether the two have one vocabulary."""
     paths = student / "tokenizer.json", teacher / "tokenizer.json"
     ours, theirs = (read_json_object(path) for path in paths)
     return all(ours.get(key) == theirs.get(key) for key in ("model", "added_tokens"))

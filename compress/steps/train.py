@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from penjing.compress.distill.features import AttentionRelations, HiddenStates
 from penjing.compress.distill.graph import LossName
 from penjing.compress.distill.objective import Distillation, DistillWeights, Matcher, Teacher
+from penjing.compress.distill.respelled import Respelled
 from penjing.compress.distill.task import Distilled
 from penjing.compress.distill.training import Training, TrainingSettings, run_recipe_of, train_checkpoint, writer_of
 from penjing.compress.families.base import Needs
@@ -190,6 +191,11 @@ class Distill(TrainedStep):
         model = training.teacher(student, teacher, self)
         small, large = training.architecture(student), model.config
         assert isinstance(large, DecoderConfig | ResNetConfig)
+        if isinstance(model, Respelled) and (self.weights.hidden or self.weights.relations):
+            raise ConfigError(
+                f"teacher {teacher} has more tokens than {student}, so that states do not compare place by place: "
+                "set weights.hidden and weights.relations to 0"
+            )
         matchers: list[tuple[Matcher, float]] = []
         projections = None
         if self.weights.hidden:

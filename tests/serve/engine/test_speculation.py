@@ -320,7 +320,7 @@ def test_costs_are_measured_in_any_engine(settings: dict[str, Any]) -> None:
     assert costs.rows[0] == 1
     assert 0 < costs.of(1) <= costs.of(costs.most_rows)
     guessing = tiny_engine(None, speculate="lookup", max_num_sequences=1, **settings)
-    generated = generate(guessing, [3], max_tokens=2)
+    generated = generate(guessing, [3], max_tokens=2, ignore_eos=True)
     assert generated[-1].finish_reason == "length"
 
 
