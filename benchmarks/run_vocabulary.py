@@ -2,6 +2,7 @@
 
     python benchmarks/run_vocabulary.py build/gemma3                        # keeps 0.84 of the tokens: a tenth smaller
     python benchmarks/run_vocabulary.py build/gemma3 --keep 0.84 0.6 --rounds 0
+    python benchmarks/run_vocabulary.py build/gemma3 --keep 0.6 --script latin              # for texts of one script
     python benchmarks/run_vocabulary.py build/gemma3 --int8 recipes/gemma3-int8.toml        # … and then in INT8
     python benchmarks/run_vocabulary.py build/smollm2 --keep 0.85 --texts news french --windows 4
 
@@ -15,6 +16,7 @@ text by TEXT_longer. Folders are made under --work and are not made again.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from lib.rows import RESULTS, Row, append, new_row
@@ -24,6 +26,7 @@ from run_prune_decoder import decode_row
 
 from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.run import run_recipe
+from penjing.compress.vocabulary.scripts import foreign_tokens
 from penjing.compress.vocabulary.smaller import Cost, costs, open_whole, tokens_of, write_smaller
 from penjing.core.cli import guarded
 from penjing.core.config import read_recipe
@@ -41,6 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--keep", nargs="+", type=float, default=[TENTH], metavar="SHARE")
+    parser.add_argument("--script", nargs="+", default=[], help="writing systems; tokens of others leave first")
     parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--windows", type=int, default=8, help="of 512 tokens of each text")
     parser.add_argument("--int8", type=Path, metavar="RECIPE", help="also quantize by this recipe")
@@ -55,8 +59,9 @@ def main() -> int:
     whole = arguments.model
     with progress_bar() as progress:
         for share in arguments.keep:
-            name = f"{whole.name}/{share}"
-            small = smaller(whole, share, arguments.work / f"{whole.name}-{share}")
+            named = "-".join([str(share), *arguments.script])
+            name, out = f"{whole.name}/{named}", arguments.work / f"{whole.name}-{named}"
+            small = smaller(whole, share, out, arguments.script)
             rows = [size_row(name, small), *cost_rows(name, measured(whole, small, texts, progress), versions)]
             if arguments.rounds:
                 rows.append(decode_row(name, [whole, small], arguments.rounds))
@@ -70,12 +75,16 @@ def main() -> int:
     return 0
 
 
-def smaller(whole: Path, share: float, out: Path) -> Path:
+def smaller(whole: Path, share: float, out: Path, scripts: Sequence[str] = ()) -> Path:
     """The network with a share of its tokens, made where it is not there."""
     if not (out / MANIFEST_NAME).exists():
         checkpoint = open_whole(whole)
+        room, last = (
+            tokens_of(share, checkpoint.config.vocab_size),
+            foreign_tokens(Tokenizer.from_folder(whole), scripts),
+        )
         with publish_folder(out) as partial:
-            write_smaller(checkpoint, tokens_of(share, checkpoint.config.vocab_size), {}, partial)
+            write_smaller(checkpoint, room, {}, partial, last)
     return out
 
 

@@ -171,6 +171,10 @@ def compress_vocabulary(
     texts: Annotated[
         list[Path] | None, typer.Option("--text", help="Your own texts, whose tokens stay first; may be repeated.")
     ] = None,
+    scripts: Annotated[
+        list[str] | None,
+        typer.Option("--script", help="A writing system of your texts, as latin or cjk: tokens of others leave first."),
+    ] = None,
     judge: Annotated[
         list[Path] | None, typer.Option("--judge", help="A held-out text to judge by as well; may be repeated.")
     ] = None,
@@ -185,6 +189,7 @@ def compress_vocabulary(
     Examples:
 
     - `penjing compress vocabulary build/gemma3 build/gemma3-small --keep 0.84`
+    - `penjing compress vocabulary build/gemma3 build/gemma3-latin --keep 0.6 --script latin`
     - `penjing compress vocabulary build/gemma3 build/gemma3-mine --keep 0.5 --text notes/ --judge letters.txt`
     """
     from penjing.compress.vocabulary.command import make_smaller_vocabulary, print_smaller_vocabulary
@@ -192,7 +197,14 @@ def compress_vocabulary(
 
     with progress_bar() as progress:
         result = make_smaller_vocabulary(
-            checkpoint, out, keep, texts=texts or [], judge=judge or [], force=force, progress=progress
+            checkpoint,
+            out,
+            keep,
+            texts=texts or [],
+            scripts=scripts or [],
+            judge=judge or [],
+            force=force,
+            progress=progress,
         )
     print_smaller_vocabulary(result)
     write_json(result, json_file)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from penjing.compress.measure.evaluate import EvaluateSettings
+from penjing.compress.vocabulary.scripts import foreign_tokens
 from penjing.compress.vocabulary.smaller import (
     costs,
     count_tokens,
@@ -23,6 +24,7 @@ from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.files import check_replaceable, publish_folder
 from penjing.core.progress import Progress, error_console
+from penjing.core.text.tokenizer import Tokenizer
 
 JUDGED = 4096  # tokens of each text
 
@@ -33,6 +35,7 @@ def make_smaller_vocabulary(
     keep: float,
     *,
     texts: Sequence[Path] = (),
+    scripts: Sequence[str] = (),
     judge: Sequence[Path] = (),
     settings: EvaluateSettings | None = None,
     force: bool = False,
@@ -42,6 +45,7 @@ def make_smaller_vocabulary(
 
     Args:
         texts: the user's own, whose tokens stay first.
+        scripts: writing systems; tokens of others leave first. None named: all alike.
         judge: further held-out texts, which are named by their files.
         settings: how much of each text is judged.
 
@@ -49,7 +53,7 @@ def make_smaller_vocabulary(
         tokens, tokens_before, parameters_fewer, and of each text its rise of perplexity and how much longer it is.
 
     Raises:
-        ConfigError: no decoder of text, or a share that leaves nothing out.
+        ConfigError: no decoder of text, a share that leaves nothing out, or an unknown writing system.
         InputError: a damaged or missing file, a tokenizer of another kind, or too few tokens.
         SetupError: disk full, no permission.
     """
@@ -62,11 +66,12 @@ def make_smaller_vocabulary(
     if source.resolve() == out.resolve():
         raise ConfigError(f"{out} is the checkpoint itself; name another folder")
     check_replaceable(out.absolute(), force, "penjing.json")
+    last = foreign_tokens(Tokenizer.from_folder(source), scripts)
     held_out = held_out_texts(source, _by_name(judge), settings)
     used = count_tokens(source, texts, "--text", progress) if texts else Counter[int]()
     progress.start("tokens that stay", 1)
     with publish_folder(out, replace=force) as partial:
-        made = write_smaller(checkpoint, room, used, partial)
+        made = write_smaller(checkpoint, room, used, partial, last)
         progress.advance()
         found = costs(source, partial, held_out, settings, progress)
     return {"output": str(out), **made, "texts": {name: asdict(cost) for name, cost in found.items()}}

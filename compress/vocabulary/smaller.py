@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -90,12 +90,15 @@ def count_tokens(source: Path, paths: Sequence[Path], setting: str, progress: Pr
     return found
 
 
-def write_smaller(checkpoint: Checkpoint, room: int, used: Mapping[int, int], into: Path) -> dict[str, Any]:
+def write_smaller(
+    checkpoint: Checkpoint, room: int, used: Mapping[int, int], into: Path, last: Collection[int] = frozenset()
+) -> dict[str, Any]:
     """Fill `into` with the checkpoint that has at most `room` tokens, whose rows are as they were.
 
     Args:
         used: id → how often the user's texts have the token; these stay first.
         into: an existing folder, not yet published.
+        last: ids of tokens that leave before others.
 
     Returns:
         What was decided, JSON-ready.
@@ -107,12 +110,12 @@ def write_smaller(checkpoint: Checkpoint, room: int, used: Mapping[int, int], in
     path = source / TOKENIZER
     tokenizer = read_json_object(path)
     pairs = read_pairs(tokenizer, named_tokens(source), str(path))
-    if (last := max(pairs.ids.values(), default=0)) >= config.vocab_size:
+    if (highest := max(pairs.ids.values(), default=0)) >= config.vocab_size:
         raise InputError(
-            f"{path} has a token {last}, the embedding {config.vocab_size} rows; they do not belong together"
+            f"{path} has a token {highest}, the embedding {config.vocab_size} rows; they do not belong together"
         )
     counts = {token: used[number] for token, number in pairs.ids.items() if number in used}
-    kept, joined = staying(pairs, room, counts, str(path))
+    kept, joined = staying(pairs, room, counts, str(path), last)
     rows = sorted(pairs.ids[token] for token in kept)
     numbers = {old: new for new, old in enumerate(rows)}
     begin, pad = (
@@ -130,6 +133,8 @@ def write_smaller(checkpoint: Checkpoint, room: int, used: Mapping[int, int], in
     made = {"tokens": len(rows), "tokens_before": config.vocab_size}
     made["parameters_fewer"] = per_token * (config.vocab_size - len(rows))
     created = {"command": "penjing compress vocabulary", "penjing": version("penjing"), "model": identity(source)}
+    if checkpoint.manifest is not None and "license" in checkpoint.manifest.created_by:
+        created["license"] = checkpoint.manifest.created_by["license"]
     write_manifest(into, "checkpoint", created | made)
     return made
 

@@ -48,7 +48,7 @@ def write_decoder(folder: Path, tokenizer: str = "", **overrides: Any) -> Path:
         generation = {"eos_token_id": [end, ids["a"]], "temperature": 0.5, "suppress_tokens": None}
         atomic_write_text(partial / "generation_config.json", json.dumps(generation))
         save_checkpoint(partial, config, random_tensors(config))
-        write_manifest(partial, "checkpoint", {"command": "tests"})
+        write_manifest(partial, "checkpoint", {"command": "tests", "license": "apache-2.0"})
     return folder
 
 
@@ -93,7 +93,8 @@ def test_every_file_names_tokens_by_their_new_ids(tmp_path: Path) -> None:
         str(ids["<|start|>"]): {"content": "<|start|>"},
         str(ids["<|end|>"]): {"content": "<|end|>"},
     }
-    assert read_manifest(out).created_by["tokens_before"] == 514
+    made = read_manifest(out).created_by
+    assert (made["tokens_before"], made["license"]) == (514, "apache-2.0")
 
 
 def test_transformers_reads_it_and_computes_the_same(tmp_path: Path) -> None:
