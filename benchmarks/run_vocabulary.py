@@ -4,13 +4,13 @@
     python benchmarks/run_vocabulary.py build/gemma3 --keep 0.84 0.6 --rounds 0
     python benchmarks/run_vocabulary.py build/gemma3 --keep 0.6 --script latin              # for texts of one script
     python benchmarks/run_vocabulary.py build/gemma3 --int8 recipes/gemma3-int8.toml        # … and then in INT8
-    python benchmarks/run_vocabulary.py build/smollm2 --keep 0.85 --texts news french --windows 4
+    python benchmarks/run_vocabulary.py build/smollm2 --keep 0.5 --stage healed=build/smollm2-healed   # judged too
 
 Rows are MODEL/SHARE/TEXT_rise in percent of perplexity, counted over the tokens of the whole vocabulary, with the ends
 of the 95 % interval, and TEXT_longer, by how many percent the text has more tokens; worst_rise is the largest.
-…/int8/… is of the artifact beside the whole network in FP32. …/decode is the speed of greedy answers in our engine in
-FP32, the two networks taking turns, and …/int8/decode that of both in INT8: a token of the smaller one stands for less
-text by TEXT_longer. Folders are made under --work and are not made again.
+…/NAME/… is of --stage, …/int8/… of the artifact, both beside the whole network in FP32. …/decode is the speed of greedy
+answers in our engine in FP32, the two networks taking turns, and …/int8/decode that of both in INT8: a token of the
+smaller one stands for less text by TEXT_longer. Folders are made under --work and are not made again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--script", nargs="+", default=[], help="writing systems; tokens of others leave first")
     parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--windows", type=int, default=8, help="of 512 tokens of each text")
+    parser.add_argument("--stage", action="append", default=[], metavar="NAME=FOLDER", help="made of the smaller one")
     parser.add_argument("--int8", type=Path, metavar="RECIPE", help="also quantize by this recipe")
     parser.add_argument("--rounds", type=int, default=5, help="of timing; 0 leaves it out")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "vocabulary")
@@ -66,6 +67,9 @@ def main() -> int:
             if arguments.rounds:
                 rows.append(decode_row(name, [whole, small], arguments.rounds))
             append(BENCHMARK, rows, arguments.results)
+            for stage, _, folder in (each.partition("=") for each in arguments.stage):
+                found = measured(whole, Path(folder), texts, progress)
+                append(BENCHMARK, cost_rows(f"{name}/{stage}", found, versions), arguments.results)
             if arguments.int8:
                 one, other = (in_int8(folder, arguments.int8, arguments.work, progress) for folder in (whole, small))
                 rows = cost_rows(f"{name}/int8", measured(whole, other, texts, progress), versions)

@@ -8,7 +8,7 @@ pieces of one token the teacher says nothing, and the text's own next piece is t
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from penjing.core.text.tokenizer import Tokenizer
 
 CERTAIN = 1e4  # between the logit of what follows for certain and all others; its exponential is 0 beside theirs
 LEAST = 1e-30  # probability of a piece, so that its logarithm is finite
+_CUTS = sorted(product(range(8), range(4)), key=sum)  # tokens at the front and at the back; characters have four bytes
 _PROBE = "A text, read twice.\n\tThen (again): one."
 
 
@@ -95,24 +96,36 @@ class Respelled(nn.Module):
         for place in range(len(own) + 1):
             if place < len(own) and own[place] not in self._single:
                 continue
-            if part := own[begin:place]:
-                again = self._read_again(part)
-                tokens = part if again is None else again
-                until = {length: at for at, length in enumerate(self._lengths(part), begin)}
-                lengths = self._lengths(tokens)
-                # Every token of the teacher's ends with one of the student's, but for what both spell in another way.
-                together = all(length in until for length in lengths)
-                read += tokens if together else part
-                ends += [until[length] for length in lengths] if together else range(begin, place)
+            if begin < place:
+                tokens, until = self._respelled(own[begin:place])
+                read += tokens
+                ends += [begin + at for at in until]
             if place < len(own):
                 read.append(own[place])
                 ends.append(place)
             begin = place + 1
         return read, ends
 
+    def _respelled(self, part: list[int]) -> tuple[list[int], list[int]]:
+        """The teacher's tokens of a text without control tokens, and the place in `part` with which each ends.
+
+        Where the text begins or ends within a character, or a word that the tokenizer would put a space before, a few
+        tokens there stay as they are; so does all of a text that has no common spelling.
+        """
+        for front, back in _CUTS:
+            middle = part[front : len(part) - back]
+            if not middle or (again := self._read_again(middle)) is None:
+                continue
+            until = {length: at for at, length in enumerate(self._lengths(middle), front)}
+            lengths = self._lengths(again)
+            if all(length in until for length in lengths):
+                last = range(len(part) - back, len(part))
+                tokens = [*part[:front], *again, *(part[at] for at in last)]
+                return tokens, [*range(front), *(until[length] for length in lengths), *last]
+        return part, list(range(len(part)))
+
     def _read_again(self, part: list[int]) -> list[int] | None:
-        """The teacher's tokens of a text that is spelled by some of them; None where they are not the same characters,
-        as where a text begins within one."""
+        """The teacher's tokens of a text that is spelled by some of them; None where the characters are others."""
         text = self._taught.decode(part, skip_special=False)
         again = self._taught.encode(text, allow_special=False, add_special=False)
         return again if self._spelling(again) == self._spelling(part) else None

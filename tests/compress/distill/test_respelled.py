@@ -19,9 +19,9 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.text.corpus import heldout_text
 from tests.compress.vocabulary.test_command import shrink, write_decoder
-from tests.compress.vocabulary.tokenizers_of import byte_fallback, byte_level
+from tests.compress.vocabulary.tokenizers_of import byte_fallback, byte_level, space_before
 
-KINDS = {"bytes as characters": byte_level, "bytes beside characters": byte_fallback}
+KINDS = {"bytes as characters": byte_level, "bytes beside characters": byte_fallback, "a space before": space_before}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -112,11 +112,19 @@ def test_control_tokens_padding_and_documents_go_through(pair: tuple[Path, Path]
     assert torch.isfinite(both).all()
 
 
-def test_a_window_may_begin_within_a_character(pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("text", ["日本 and the rest of the paragraph 日", "ing of the paragraph and the rest"])
+def test_a_window_may_begin_and_end_within_a_character_or_a_word(pair: tuple[Path, Path], text: str) -> None:
     student, teacher = pair
-    tokenizer = load_model(student).tokenizer
-    ids = tokenizer.encode("日本 and the rest", allow_special=False, add_special=False)[1:]
-    assert torch.isfinite(respelled(student, teacher)(torch.tensor([ids]))).all()
+    small, large = load_model(student).tokenizer, load_model(teacher).tokenizer
+    ids = small.encode(text, allow_special=False, add_special=False)[1:-1]
+    tokens, ends = respelled(student, teacher)._ends(ids)
+    assert len(tokens) == len(ends) < len(ids)
+    assert ends == sorted(set(ends))
+    assert ends[-1] == len(ids) - 1
+    spelled = (
+        "".join(each.id_to_token(number) or "" for number in row) for each, row in ((small, ids), (large, tokens))
+    )
+    assert len(set(spelled)) == 1
 
 
 def test_other_vocabularies_teach_nobody(tmp_path: Path, tiny_checkpoint: Path) -> None:

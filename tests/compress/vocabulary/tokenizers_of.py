@@ -41,6 +41,18 @@ def byte_fallback() -> str:
     return tokenizer.to_str()
 
 
+@cache
+def space_before() -> str:
+    """As Llama 2's: a space is written before each text, and taken away again."""
+    values = json.loads(byte_fallback())
+    values["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Prepend", "prepend": "▁"}, values["normalizer"]],
+    }
+    values["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return json.dumps(values)
+
+
 def _learnt(tokenizer: Any, *more: str, size: int = 512, **settings: Any) -> str:
     special = [AddedToken(token, special=True) for token in (*CONTROL, *more)]
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False, **settings)
