@@ -65,7 +65,7 @@ def main() -> int:
             small = smaller(whole, share, out, arguments.script)
             rows = [size_row(name, small), *cost_rows(name, measured(whole, small, texts, progress), versions)]
             if arguments.rounds:
-                rows.append(decode_row(name, [whole, small], arguments.rounds))
+                rows.append(timed(name, [whole, small], arguments.rounds, "the whole network"))
             append(BENCHMARK, rows, arguments.results)
             for stage, _, folder in (each.partition("=") for each in arguments.stage):
                 found = measured(whole, Path(folder), texts, progress)
@@ -74,7 +74,7 @@ def main() -> int:
                 one, other = (in_int8(folder, arguments.int8, arguments.work, progress) for folder in (whole, small))
                 rows = cost_rows(f"{name}/int8", measured(whole, other, texts, progress), versions)
                 if arguments.rounds:
-                    rows.append(decode_row(f"{name}/int8", [one, other], arguments.rounds))
+                    rows.append(timed(f"{name}/int8", [one, other], arguments.rounds, "the whole network in INT8"))
                 append(BENCHMARK, rows, arguments.results)
     return 0
 
@@ -104,6 +104,10 @@ def in_int8(folder: Path, recipe: Path, work: Path, progress: Progress) -> Path:
 
 def measured(whole: Path, other: Path, texts: dict[str, list[str]], progress: Progress) -> dict[str, Cost]:
     return costs(whole, other, texts, EvaluateSettings(), progress)
+
+
+def timed(name: str, folders: list[Path], rounds: int, beside: str) -> Row:
+    return decode_row(name, folders, rounds).model_copy(update={"baseline": beside})
 
 
 def size_row(name: str, small: Path) -> Row:
