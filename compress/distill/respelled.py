@@ -148,7 +148,8 @@ def is_respelled(student: Path, teacher: Path) -> bool:
     if not all(isinstance(each.get("model"), dict) and "merges" in each["model"] for each in values):
         return False
     small, large = (vocabulary_of(folder) for folder in (student, teacher))
-    return small.ids.keys() <= large.ids.keys() and small.places.keys() <= large.places.keys()
+    ours, theirs = ({token["content"] for token in each.get("added_tokens") or ()} for each in values)
+    return small.ids.keys() <= large.ids.keys() and small.places.keys() <= large.places.keys() and ours <= theirs
 
 
 def vocabulary_of(folder: Path) -> Pairs:
