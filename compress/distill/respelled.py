@@ -138,7 +138,7 @@ class Respelled(nn.Module):
 
 
 def is_respelled(student: Path, teacher: Path) -> bool:
-    """Whether the tokens of `student` are some of those of `teacher`, made as there.
+    """Whether the tokens of `student` are some of those of `teacher` and not all, made as there.
 
     Raises:
         InputError: a tokenizer is missing or malformed.
@@ -149,7 +149,7 @@ def is_respelled(student: Path, teacher: Path) -> bool:
         return False
     small, large = (vocabulary_of(folder) for folder in (student, teacher))
     ours, theirs = ({token["content"] for token in each.get("added_tokens") or ()} for each in values)
-    return small.ids.keys() <= large.ids.keys() and small.places.keys() <= large.places.keys() and ours <= theirs
+    return small.ids.keys() < large.ids.keys() and small.places.keys() <= large.places.keys() and ours <= theirs
 
 
 def vocabulary_of(folder: Path) -> Pairs:
