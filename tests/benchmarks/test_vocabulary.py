@@ -21,7 +21,7 @@ def test_rows_of_a_small_decoder(tmp_path: Path) -> None:
     assert (small / "penjing.json").stat().st_mtime_ns == before
     assert size_row("tiny", small).value == (514 - 384) * 64
     texts = {"prose": [heldout_text()[begin : begin + 200] for begin in (0, 200)]}
-    rows = {row.metric: row.value for row in cost_rows("tiny", measured(whole, small, texts, Silent()), {})}
+    rows = {row.metric: row.value or 0.0 for row in cost_rows("tiny", measured(whole, small, texts, Silent()), {})}
     assert rows["tiny/prose_longer"] > 0
     assert rows["tiny/prose_rise_low"] <= rows["tiny/prose_rise"] <= rows["tiny/prose_rise_high"]
     assert rows["tiny/worst_rise"] == rows["tiny/prose_rise"]
