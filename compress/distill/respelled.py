@@ -159,7 +159,7 @@ def vocabulary_of(folder: Path) -> Pairs:
         InputError: it has none of pairs.
     """
     path = folder / "tokenizer.json"
-    return read_pairs(read_json_object(path), lambda *_: False, str(path))
+    return read_pairs(read_json_object(path), str(path))
 
 
 def _text(token: str) -> bytes:

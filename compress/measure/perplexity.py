@@ -38,12 +38,15 @@ def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int
     return windows
 
 
-def own_windows(folder: Path, texts: Mapping[str, Path], num_tokens: int, window: int) -> dict[str, Tensor]:
+def own_windows(
+    folder: Path, texts: Mapping[str, Path], num_tokens: int, window: int, setting: str = f"{EVALUATE}."
+) -> dict[str, Tensor]:
     """The user's own held-out texts as (num_windows, window) int64 by name, evenly spread windows of each.
 
     Args:
         folder: the model's: its tokenizer and chat template.
         num_tokens: of each text, at most.
+        setting: whom errors name, before the name of the text.
 
     Raises:
         InputError: a text cannot be read, or is shorter than a window.
@@ -52,7 +55,7 @@ def own_windows(folder: Path, texts: Mapping[str, Path], num_tokens: int, window
         return {}
     documents, found = Documents(folder), dict[str, Tensor]()
     for name, path in texts.items():
-        named = f"{EVALUATE}.{name}"
+        named = f"{setting}{name}"
         found[name] = spread(documents.tokens([path], named), num_tokens // window, window, named)
     return found
 

@@ -69,9 +69,9 @@ def tokens_of(share: float, size: int) -> int:
     Raises:
         ConfigError: none would leave, or none would stay.
     """
-    room = int(share * size) // ROWS * ROWS
-    if not 0 < room < size or share >= 1:
-        raise ConfigError(f"keep={share} of {size} tokens are {room}; choose a share between {ROWS / size:.4f} and 1")
+    room = int(share * size) // ROWS * ROWS if 0 < share < 1 else 0
+    if room == 0:
+        raise ConfigError(f"keep={share} of {size} tokens: choose a share between {ROWS / size:.4f} and 1")
     return room
 
 
@@ -109,7 +109,7 @@ def write_smaller(
     source, config = checkpoint.folder, checkpoint.config
     path = source / TOKENIZER
     tokenizer = read_json_object(path)
-    pairs = read_pairs(tokenizer, named_tokens(source), str(path))
+    pairs = read_pairs(tokenizer, str(path), *named_tokens(source))
     if (highest := max(pairs.ids.values(), default=0)) >= config.vocab_size:
         raise InputError(
             f"{path} has a token {highest}, the embedding {config.vocab_size} rows; they do not belong together"
@@ -147,7 +147,7 @@ def held_out_texts(source: Path, own: Mapping[str, Path], settings: EvaluateSett
     """
     tokenizer = Tokenizer.from_folder(source)
     windows = evaluation_windows(tokenizer, settings.prose_tokens, settings.code_tokens, settings.window)
-    windows |= own_windows(source, own, settings.own_tokens, settings.window)
+    windows |= own_windows(source, own, settings.own_tokens, settings.window, "--judge ")
     return {
         name: [tokenizer.decode(ids, skip_special=False) for ids in part.tolist()] for name, part in windows.items()
     }
@@ -168,11 +168,12 @@ def costs(
     more: dict[str, float] = {}
     for folder in (before, after):
         loaded = load_model(folder)
-        starts = [loaded.tokenizer.bos_token_id, *loaded.tokenizer.eos_token_ids, 0]
-        begin = [next(number for number in starts if number is not None)]  # the same token of both
+        starts = [loaded.tokenizer.bos_token_id, *loaded.tokenizer.eos_token_ids]
+        begin = [number for number in starts if number is not None][:1]  # the same token of both
+        begin = begin or loaded.tokenizer.encode("\n", add_special=False)[:1]
         found: dict[str, list[float]] = {}
         for name, part in texts.items():
-            ids = [begin + loaded.tokenizer.encode(text, allow_special=False, add_special=False) for text in part]
+            ids = [begin + loaded.tokenizer.encode(text, add_special=False) for text in part]
             lengths = counts.setdefault(name, [len(each) - 1 for each in ids])
             more[name] = sum(len(each) - 1 for each in ids) / sum(lengths) - 1.0
             found[name] = []
@@ -187,4 +188,9 @@ def costs(
 def _tensors(checkpoint: Checkpoint, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.tensor_names:
         stored = checkpoint.get(name)
+        if name in PER_TOKEN and len(stored) != checkpoint.config.vocab_size:
+            raise InputError(
+                f"{checkpoint.folder}: {name} has {len(stored)} rows, config.json {checkpoint.config.vocab_size} "
+                "tokens; get or make the folder again"
+            )
         yield name, stored[rows] if name in PER_TOKEN else stored

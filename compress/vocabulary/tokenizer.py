@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,26 @@ TOKENIZER = "tokenizer.json"
 Numbers = Mapping[int, int]  # old id → new id of what stays
 
 
-def named_tokens(source: Path) -> Callable[[str, int], bool]:
-    """Whether a token, or its id, is named by another file of `source`: a control token, or in the chat template.
+def named_tokens(source: Path) -> tuple[frozenset[int], str]:
+    """(The ids that files beside the tokenizer name, all that they say of tokens): control tokens, the chat template.
 
     Raises:
         InputError: a file is malformed.
     """
     texts, ids = [], set[int]()
-    for name in TOKENIZER_FILES:
+    for name in ("config.json", *TOKENIZER_FILES):
         path = source / name
         if name == TOKENIZER or not path.is_file():
             continue
         if path.suffix == ".json":
             values = read_json_object(path)
             values.pop("added_tokens_decoder", None)  # it lists them all
-            ids |= {number for key, value in values.items() if _names_ids(key) for number in token_ids(value)}
+            named = (token_ids(value) for key, value in values.items() if _names_ids(key))
+            ids.update(number for numbers in named for number in numbers if type(number) is int)
             texts.append(json.dumps(values, ensure_ascii=False))
         else:
             texts.append(path.read_text(encoding="utf-8", errors="replace"))
-    config = read_json_object(source / "config.json")
-    ids |= {number for key, value in config.items() if _names_ids(key) for number in token_ids(value)}
-    said = "\n".join(texts)
-    return lambda token, number: number in ids or token in said
+    return frozenset(ids), "\n".join(texts)
 
 
 def smaller_tokenizer(
@@ -49,7 +47,7 @@ def smaller_tokenizer(
     """The parsed `tokenizer.json` with the tokens `kept` and the pairs `joined` alone.
 
     Raises:
-        InputError: its post-processor is of a kind whose ids are not known, or names a token that left.
+        InputError: its post-processor is of a kind whose ids are not known, or names an id that no token has.
     """
     model = tokenizer["model"]
     vocab = {token: numbers[number] for token, number in model["vocab"].items() if token in kept}
@@ -66,12 +64,8 @@ def smaller_tokenizer(
 
 
 def write_beside(source: Path, into: Path, numbers: Numbers) -> None:
-    """Number anew what `tokenizer_config.json` and `generation_config.json` of `source` say of tokens; files that do
-    not exist are left out.
-
-    Raises:
-        InputError: a generation setting names a token that left.
-    """
+    """Number anew what `tokenizer_config.json` and `generation_config.json` of `source` say of tokens. A file that does
+    not exist is left out, and so is an id that no token has, such as -1."""
     path = source / "tokenizer_config.json"
     if path.is_file():
         values = read_json_object(path)
@@ -86,7 +80,8 @@ def write_beside(source: Path, into: Path, numbers: Numbers) -> None:
         values = read_json_object(path)
         for name, value in values.items():
             if _names_ids(name):
-                values[name] = _renumbered(value, numbers, f"{path}: {name}")
+                found = [numbers[number] for number in token_ids(value) if type(number) is int and number in numbers]
+                values[name] = found if isinstance(value, list) else next(iter(found), None)
         _write(into / path.name, values)
 
 
@@ -115,15 +110,9 @@ def _names_ids(key: str) -> bool:
     return key.endswith("_token_id") or key in ("suppress_tokens", "begin_suppress_tokens")
 
 
-def _renumbered(value: Any, numbers: Numbers, where: str) -> Any:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_renumbered(each, numbers, where) for each in value]
-    return value if value is None else _known(value, numbers, where)
-
-
-def _known(number: Any, numbers: Numbers, where: str) -> int:
+def _known(number: int, numbers: Numbers, where: str) -> int:
     if number not in numbers:
-        raise InputError(f"{where} names token {number!r}, which does not stay; keep more, or correct it")
+        raise InputError(f"{where} names token {number!r}, which is none; get or make it again")
     return numbers[number]
 
 

@@ -7,7 +7,7 @@ pair first. The library `tokenizers` encodes; here is what it does not tell: wha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ class Pairs:
     Attributes:
         ids: token → its id, added ones too.
         places: pair → its place in the order of learning.
-        fixed: tokens that no others can spell.
+        fixed: tokens that no others can spell, or that are named elsewhere.
         spare: tokens that no text has.
         whole: words that are tokens are not joined from pairs (`ignore_merges`).
     """
@@ -65,11 +65,12 @@ def _bytes(character: str) -> list[str]:
     return [f"<0x{byte:02X}>" for byte in character.encode()]
 
 
-def read_pairs(tokenizer: Mapping[str, Any], needed: Callable[[str, int], bool], where: str) -> Pairs:
+def read_pairs(tokenizer: Mapping[str, Any], where: str, named: Collection[int] = (), said: str = "") -> Pairs:
     """The vocabulary of the parsed `tokenizer.json`.
 
     Args:
-        needed: whether a token, and its id, has a use that the vocabulary does not show.
+        named: ids that other files of the model name, whose tokens are fixed.
+        said: what these files say; a token in reserve that is in it is none.
 
     Raises:
         InputError: it has no pairs (WordPiece and Unigram vocabularies), or is malformed.
@@ -90,12 +91,12 @@ def read_pairs(tokenizer: Mapping[str, Any], needed: Callable[[str, int], bool],
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{where} is no tokenizer ({type(error).__name__}: {error}); get or make it again") from None
     every = ids | added
-    spare = frozenset(token for token, number in every.items() if SPARE.fullmatch(token) and not needed(token, number))
+    needed = {token for token, number in every.items() if number in named}
+    spare = frozenset(token for token in every.keys() - needed if SPARE.fullmatch(token) and token not in said)
     made = {left + right for left, right in places}
     basic = {token for token in ids if token not in made and token not in added}
     if model.get("byte_fallback"):  # any other character is spelled by its bytes
         basic = {token for token in basic if BYTE.fullmatch(token)}
     unknown = {token for token in (model.get("unk_token"),) if token in ids}
-    return Pairs(
-        every, places, frozenset((basic | added.keys() | unknown) - spare), spare, bool(model.get("ignore_merges"))
-    )
+    fixed = frozenset((basic | added.keys() | unknown | needed) - spare)
+    return Pairs(every, places, fixed, spare, bool(model.get("ignore_merges")))

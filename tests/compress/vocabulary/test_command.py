@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from penjing.compress.cli import app
 from penjing.compress.measure.evaluate import EvaluateSettings
+from penjing.compress.measure.generate import log_likelihoods
 from penjing.compress.vocabulary.command import make_smaller_vocabulary
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.checkpoint.load import load_model
@@ -97,6 +98,56 @@ def test_every_file_names_tokens_by_their_new_ids(tmp_path: Path) -> None:
     assert (made["tokens_before"], made["license"]) == (514, "apache-2.0")
 
 
+def rewrite(folder: Path, name: str, **values: Any) -> None:
+    """Change a file of a folder, which has no manifest then, as those that others made."""
+    atomic_write_text(folder / name, json.dumps(read_json_object(folder / name) | values))
+    (folder / "penjing.json").unlink(missing_ok=True)
+
+
+def test_tokens_that_other_files_name_stay_and_ids_without_a_token_are_left_out(tmp_path: Path) -> None:
+    source = write_decoder(tmp_path / "whole")
+    ids: dict[str, int] = json.loads(byte_level())["model"]["vocab"]
+    last = max(ids, key=ids.__getitem__)  # learnt last, so that it would leave
+    rewrite(source, "generation_config.json", eos_token_id=[ids[last], 513], pad_token_id=-1, suppress_tokens=[{}])
+    rewrite(source, "config.json", pad_token_id=513)
+    with pytest.raises(InputError, match=r"end-of-text token 513 is not in tokenizer\.json"):
+        shrink(source, tmp_path / "small", 0.8)
+    rewrite(source, "generation_config.json", eos_token_id=[ids[last]])
+    shrink(source, tmp_path / "small", 0.8)
+    new = load_model(tmp_path / "small").tokenizer
+    generation = read_json_object(tmp_path / "small" / "generation_config.json")
+    assert generation["eos_token_id"] == [new.token_to_id(last)]
+    assert (generation["pad_token_id"], generation["suppress_tokens"]) == (None, [])
+    assert read_json_object(tmp_path / "small" / "config.json")["pad_token_id"] is None
+
+
+def test_an_embedding_of_other_rows_is_refused(tmp_path: Path) -> None:
+    source = write_decoder(tmp_path / "whole")
+    rewrite(source, "config.json", vocab_size=600)
+    with pytest.raises(InputError, match=r"embed_tokens\.weight has 514 rows, config\.json 600 tokens"):
+        shrink(source, tmp_path / "small", 0.8)
+    assert not (tmp_path / "small").exists()
+
+
+def test_conversations_are_judged_with_their_control_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_decoder(tmp_path / "whole")
+    talk = tmp_path / "talk.jsonl"
+    said = {"messages": [{"role": "user", "content": "the end of the file "}]}
+    talk.write_text((json.dumps(said) + "\n") * 60)
+    read: list[list[int]] = []
+
+    def watched(model: Any, texts: Any) -> list[float]:
+        read.extend(list(ids) for ids, _ in texts)
+        return log_likelihoods(model, texts)
+
+    monkeypatch.setattr("penjing.compress.vocabulary.smaller.log_likelihoods", watched)
+    made = shrink(source, tmp_path / "small", 0.8, texts=[talk], judge=[talk])
+    start = [load_model(folder).tokenizer.token_to_id("<|start|>") for folder in (source, tmp_path / "small")]
+    judged = [ids for ids in read if len(ids) > 1 and ids.count(ids[0]) > 2]
+    assert made["texts"]["talk"]["longer"] == 0
+    assert {ids[0] for ids in judged} == set(start)
+
+
 def test_transformers_reads_it_and_computes_the_same(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shrink(write_decoder(tmp_path / "whole"), tmp_path / "small", 0.8)
@@ -141,14 +192,21 @@ def test_the_command_shows_what_texts_cost(tmp_path: Path) -> None:
 
 def test_what_has_no_smaller_vocabulary_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     source, out = write_decoder(tmp_path / "whole"), tmp_path / "small"
-    with pytest.raises(ConfigError, match=r"keep=1\.0 of 514 tokens are 512"):
-        shrink(source, out, 1.0)
+    for share in (1.0, 0.0, 0.05, float("nan")):
+        with pytest.raises(ConfigError, match=f"keep={share} of 514 tokens: choose a share"):
+            shrink(source, out, share)
     with pytest.raises(ConfigError, match="is the checkpoint itself"):
         shrink(source, source, 0.8, force=True)
     with pytest.raises(InputError, match="cannot be spelled by others"):
         shrink(source, out, 0.4)
     with pytest.raises(InputError, match=r"--text: .*none does not exist"):
         shrink(source, out, 0.8, texts=[tmp_path / "none"])
+    with pytest.raises(InputError, match=r"--judge letters: .*letters\.txt does not exist"):
+        shrink(source, out, 0.8, judge=[tmp_path / "letters.txt"])
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(InputError, match=r"--judge empty"):
+        shrink(source, out, 0.8, judge=[empty])
     with pytest.raises(ConfigError, match="two texts would have one name"):
         shrink(source, out, 0.8, judge=[tmp_path / "prose.txt"])
     small = write_decoder(tmp_path / "narrow", vocab_size=400)

@@ -47,7 +47,7 @@ def test_tokens_of_other_systems() -> None:
 
 @pytest.mark.parametrize("text", [byte_level(), byte_fallback()])
 def test_they_leave_before_others(text: str) -> None:
-    pairs = read_pairs(json.loads(text), lambda *_: False, "tokenizer.json")
+    pairs = read_pairs(json.loads(text), "tokenizer.json")
     room = len(pairs.ids) - 60
     plain, _ = staying(pairs, room, {}, "tokenizer.json")
     # of the tokens that would stay some that nothing else is made of

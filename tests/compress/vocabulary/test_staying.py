@@ -25,7 +25,7 @@ WORDS = heldout_text()[:20_000].split(" ")
 def smaller(text: str, room: int, used: Mapping[str, int] | None = None) -> tuple[dict[str, Any], dict[int, int]]:
     """(`tokenizer.json` with `room` tokens at most, old id → new id)."""
     whole = json.loads(text)
-    pairs = read_pairs(whole, lambda *_: False, "tokenizer.json")
+    pairs = read_pairs(whole, "tokenizer.json")
     kept, joined = staying(pairs, room, used or {}, "tokenizer.json")
     numbers = {old: new for new, old in enumerate(sorted(pairs.ids[token] for token in kept))}
     return smaller_tokenizer(whole, kept, joined, numbers, "tokenizer.json"), numbers
@@ -81,8 +81,11 @@ def test_reserved_tokens_leave_before_any_other_unless_they_have_a_use() -> None
     size = len(json.loads(byte_level())["model"]["vocab"])
     small, _ = smaller(byte_level(), size - 1)
     assert [token["content"] for token in small["added_tokens"]] == ["<|start|>", "<|end|>", "<unused0>"]
-    pairs = read_pairs(json.loads(byte_level()), lambda token, _: token == "<unused1>", "t")
-    assert pairs.spare == {"<unused0>"}
+    ids = json.loads(byte_level())["model"]["vocab"]
+    assert read_pairs(json.loads(byte_level()), "t", said="say <unused1>").spare == {"<unused0>"}
+    named = read_pairs(json.loads(byte_level()), "t", named=[ids["<unused1>"], max(ids.values())])
+    assert named.spare == {"<unused0>"}
+    assert named.fixed >= {"<unused1>", max(ids, key=ids.__getitem__)}
 
 
 def test_post_processors_write_the_new_ids() -> None:
@@ -112,7 +115,7 @@ def test_characters_leave_where_bytes_spell_them() -> None:
 )
 def test_what_is_no_vocabulary_of_pairs_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        read_pairs(json.loads(byte_level()) | change, lambda *_: False, "tokenizer.json")
+        read_pairs(json.loads(byte_level()) | change, "tokenizer.json")
 
 
 def test_too_little_room_is_refused() -> None:
