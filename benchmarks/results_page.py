@@ -71,7 +71,7 @@ SECTIONS = {  # a title and what "This measures"
     "prune": "Pruning: time and memory of pruning a checkpoint, and how much faster the pruned network runs.",
     "prune_quality": "Quality after pruning: accuracy and perplexity of pruned networks, before and after healing.",
     "prune_decoder": "A tenth of a decoder: SmolLM2 on other texts, cut, healed and in INT8, on a busy machine.",
-    "vocabulary": "Fewer tokens: decoders whose rarest tokens are spelled by others, on other texts, not trained.",
+    "vocabulary": "Fewer tokens: decoders whose rarest tokens are spelled by others; `healed` is after training.",
     "encoder": "Text encoder: MiniLM in INT8 beside FP32 and beside ONNX Runtime's dynamic quantizer.",
     "vision_server": "Classifier server: a classifier through Triton server, beside ONNX Runtime in process.",
     "schema_fuzz": "Fuzzing by schema: what schemathesis found in a server by its own OpenAPI document.",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from lib.rows import RESULTS, Row, append, new_row
-from lib.texts import SOURCES, UNSEEN
+from lib.texts import LATER, SOURCES, UNSEEN
 from torch import Tensor
 
 from penjing.compress.decoder.artifact import make_weights
@@ -100,7 +100,7 @@ def text_windows(
     tokenizer, windows, versions = Tokenizer.from_folder(model), dict[str, Tensor](), dict[str, str]()
     for name in names:
         try:
-            text = SOURCES[name].text()
+            text = (SOURCES | LATER)[name].text()
         except SetupError as error:
             missing.append(new_row(BENCHMARK, f"fp32/{name}", None, "perplexity", runs=0, reason=str(error)))
             continue

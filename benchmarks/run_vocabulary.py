@@ -1,4 +1,4 @@
-"""What a decoder loses with fewer tokens, on texts by which nothing was chosen, and how much faster it answers.
+"""What a decoder loses with fewer tokens, on texts that it was not made for, and how much faster it answers.
 
     python benchmarks/run_vocabulary.py build/gemma3                        # keeps 0.84 of the tokens: a tenth smaller
     python benchmarks/run_vocabulary.py build/gemma3 --keep 0.84 0.6 --rounds 0
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.rows import RESULTS, Row, append, new_row
-from lib.texts import SOURCES
+from lib.texts import LATER, SOURCES
 from run_generalisation import text_windows
 from run_prune_decoder import decode_row
 
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--keep", nargs="+", type=float, default=[TENTH], metavar="SHARE")
     parser.add_argument("--script", nargs="+", default=[], help="writing systems; tokens of others leave first")
-    parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=list(SOURCES))
+    parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=[*SOURCES, *LATER])
     parser.add_argument("--windows", type=int, default=8, help="of 512 tokens of each text")
     parser.add_argument("--stage", action="append", default=[], metavar="NAME=FOLDER", help="made of the smaller one")
     parser.add_argument("--int8", type=Path, metavar="RECIPE", help="also quantize by this recipe")

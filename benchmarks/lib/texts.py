@@ -141,7 +141,19 @@ def _french(folder: Path) -> str:
 
 
 def _sayings(folder: Path) -> str:
-    files = [folder / "usr/share/games/fortunes" / name for name in ("science", "people", "work", "education")]
+    return _fortunes(folder, "science", "people", "work", "education")
+
+
+def _german(folder: Path) -> str:
+    return _fortunes(folder, "de/hauptgericht", "de/mathematiker", "de/computer")
+
+
+def _spanish(folder: Path) -> str:
+    return _fortunes(folder, "es/ciencia.fortunes", "es/filosofia.fortunes", "es/proverbios.fortunes")
+
+
+def _fortunes(folder: Path, *names: str) -> str:
+    files = [folder / "usr/share/games/fortunes" / name for name in names]
     return "\n\n".join(file.read_text(encoding="utf-8").replace("\n%\n", "\n\n") for file in files)
 
 
@@ -159,3 +171,7 @@ SOURCES = {
     "sayings": Source(Debian("fortunes"), _sayings),
 }
 UNSEEN = tuple(name for name in SOURCES if name != "scripture")
+LATER = {  # measured once, after all rules were settled
+    "german": Source(Debian("fortunes-de"), _german),
+    "spanish": Source(Debian("fortunes-es"), _spanish),
+}
