@@ -87,10 +87,13 @@ def read_pairs(tokenizer: Mapping[str, Any], where: str, named: Collection[int] 
         places: dict[Pair, int] = {}
         for place, (left, right) in enumerate(pairs):
             places.setdefault((left, right), place)
-        added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
+        found = [(str(token["content"]), int(token["id"])) for token in tokenizer.get("added_tokens") or ()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{where} is no tokenizer ({type(error).__name__}: {error}); get or make it again") from None
+    added = dict(found)
     every = ids | added
+    if twice := [token for token, number in [*ids.items(), *found] if every[token] != number]:
+        raise InputError(f"{where}: the token {twice[0]!r} has two ids; get or make the file again")
     needed = {token for token, number in every.items() if number in named}
     spare = frozenset(token for token in every.keys() - needed if SPARE.fullmatch(token) and token not in said)
     made = {left + right for left, right in places}

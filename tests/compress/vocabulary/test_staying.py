@@ -110,6 +110,8 @@ def test_characters_leave_where_bytes_spell_them() -> None:
         ({"model": {"type": "BPE", "vocab": {"a": "x"}, "merges": []}}, "is no tokenizer"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": [["a"]]}}, "is no tokenizer"),
         ({"added_tokens": [{}]}, "is no tokenizer"),
+        ({"added_tokens": [{"content": "!", "id": 0}]}, "the token '!' has two ids"),
+        ({"added_tokens": [{"content": "<x>", "id": 600}, {"content": "<x>", "id": 601}]}, "'<x>' has two ids"),
         ({"model": {"merges": [], "continuing_subword_prefix": "##"}}, "a mark '##' inside words"),
     ],
 )
