@@ -86,7 +86,7 @@ void take_queries(const Ops& ops, const AttentionPlan& plan, const AttentionCall
     }
 }
 
-// Attends the item's rows to one tile, into the given running state. While keys are packed `ahead_k` is fetched, while
+// Attends the item's rows to one tile, into the given running state. While keys are read `ahead_k` is fetched, while
 // values are summed `ahead_v` (null: nothing).
 void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
             int64_t tile, const Working& w, const TileRows& rows, const Sight& sight, const void* const* ahead_k,
@@ -102,9 +102,10 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
     }
     const bool int8 = call.pages.k_scale != nullptr;
     const int head_dim = static_cast<int>(shape.head_dim);
-    ops.pack_keys(rows.k, ahead_k, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim,
-                  call.pages.dtype == PJ_F16, sight.chosen, w.keys);
-    for (int64_t first = sight.first; first < sight.last; ahead_v = nullptr) {
+    TileKeys keys = ops.turn_keys({rows.k, ahead_k, w.keys, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim,
+                                   static_cast<int>((sight.last - sight.first) * group), sight.chosen,
+                                   call.pages.dtype == PJ_F16, call.pages.turned != 0});
+    for (int64_t first = sight.first; first < sight.last; ahead_v = nullptr, keys.ahead = nullptr) {
         // Tokens that see none of the tile stay as they are; they lie between others where rows choose.
         int64_t last = first;
         while (last < sight.last && w.chosen[last * group] != 0) ++last;
@@ -114,7 +115,7 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
         }
         const int64_t row = first * group;
         const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
-        ops.attend_tile({q, w.q_scale + row, w.keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead_v,
+        ops.attend_tile({q, w.q_scale + row, &keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead_v,
                          w.low + row, w.high + row, call.masks ? w.chosen + row : nullptr, state.peak + row,
                          state.total + row, state.out + row * head_dim, static_cast<int>((last - first) * group), head_dim,
                          call.pages.dtype, call.cap * LOG2_E});
@@ -213,6 +214,32 @@ void run_chosen_tiles(const Ops& ops, const AttentionPlan& plan, const Attention
     }
 }
 
+// One element of a key to each group of 16.
+template <typename T>
+void scatter(const PjPages& pages, int64_t row, int64_t first, const T* x, int64_t count) {
+    T* to = static_cast<T*>(pages.k);
+    for (int64_t i = 0; i < count; ++i) to[turned_place<T>(row, first + i, pages.head_dim)] = x[i];
+}
+
+void store_turned(const Ops& ops, const PjPages& pages, int64_t row, const float* key) {
+    constexpr int64_t PART = 512;  // no INT8 row is longer
+    const int64_t head_dim = pages.head_dim;
+    for (int64_t first = 0; first < head_dim; first += PART) {
+        const int64_t count = std::min(PART, head_dim - first);
+        if (pages.k_scale) {
+            int8_t q[PART];
+            ops.quantize_row(key, head_dim, reinterpret_cast<uint8_t*>(q), pages.k_scale + row, 0);
+            scatter(pages, row, first, q, count);
+        } else if (pages.dtype == PJ_F16) {
+            uint16_t half[PART];
+            ops.narrow_row(key + first, count, half);
+            scatter(pages, row, first, half, count);
+        } else {
+            scatter(pages, row, first, key + first, count);
+        }
+    }
+}
+
 }  // namespace
 
 size_t attention_scratch_floats(const AttentionPlan& plan) {
@@ -251,6 +278,10 @@ void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t
                      const float* value) {
     const int64_t page = slot / pages.block_size, offset = slot % pages.block_size, head_dim = pages.head_dim;
     const int64_t row = (page * pages.num_kv_heads + kv_head) * pages.block_size + offset;
+    if (key && pages.turned) {
+        store_turned(ops, pages, row, key);
+        key = nullptr;
+    }
     const auto store = [&](const float* x, void* to, float* scale) {
         if (scale) ops.quantize_row(x, head_dim, static_cast<uint8_t*>(to) + row * head_dim, scale + row, 0);
         else if (pages.dtype == PJ_F16) ops.narrow_row(x, head_dim, static_cast<uint16_t*>(to) + row * head_dim);

@@ -8,7 +8,9 @@ namespace {
 // Keys [key_begin, key_end) of a tile.
 void locate_all(const PjPages& pages, const PageRows& page_rows, const AttentionPlan::Item& item, int64_t start,
                 const Sight& sight, TileRows& rows) {
-    for (int64_t key = sight.key_begin; key < sight.key_end;) {
+    // Of turned pages whole groups are read, each from its first key's place on; a group lies within one page.
+    const int64_t begin = pages.turned ? sight.key_begin / CHOICE_KEYS * CHOICE_KEYS : sight.key_begin;
+    for (int64_t key = begin; key < sight.key_end;) {
         const int64_t row = page_rows.row(start + key);
         const int64_t count = std::min(page_rows.left_in_page(start + key), sight.key_end - key);
         for (int64_t i = 0; i < count; ++i) {
@@ -37,7 +39,7 @@ void locate_all(const PjPages& pages, const PageRows& page_rows, const Attention
         rows.k[key] = rows.k[by];
         rows.v[key] = rows.v[by];
     };
-    for (int64_t key = 0; key < sight.key_begin; ++key) stand_in(key, sight.key_begin);
+    for (int64_t key = 0; key < begin; ++key) stand_in(key, begin);
     for (int64_t key = sight.key_end; key < TILE_KEYS; ++key) stand_in(key, sight.key_end - 1);
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penjing.kernels.cpu.key_blocks import KeyBlocks
 from penjing.kernels.cpu.kv_layout import check_cache, page_dtype
-from penjing.kernels.cpu.library import DTYPES, Linear, Pages, Selection, Sequences
+from penjing.kernels.cpu.library import DTYPES, TURNED_KEYS, Linear, Pages, Selection, Sequences
 
 
 def float_linear(weight_NK: Tensor, bias_N: Tensor | None) -> Linear:
@@ -85,7 +85,9 @@ def raise_for(result: int, num_blocks: int) -> None:
         raise ValueError("rows that choose blocks of keys have no window besides")
 
 
-def pages_of(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Pages:
+def pages_of(
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, turned: bool = False
+) -> Pages:
     """Describe one layer's pages; raises ValueError for shapes or dtypes that do not fit together."""
     check_cache(k_cache, v_cache, k_scale, v_scale)
     dtype = page_dtype(k_cache, k_scale)
@@ -97,6 +99,9 @@ def pages_of(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: 
     scales = [None if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)]
     pages = Pages(k_cache.data_ptr(), v_cache.data_ptr(), *scales, num_blocks, block_size, num_kv_heads, head_dim)
     pages.dtype = DTYPES[str(dtype).removeprefix("torch.")]
+    if turned and block_size % TURNED_KEYS:
+        raise ValueError(f"pages of {block_size} keys cannot be turned; a multiple of {TURNED_KEYS} is needed")
+    pages.turned = turned
     return pages
 
 

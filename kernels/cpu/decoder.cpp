@@ -273,7 +273,7 @@ PjPages Decoder::pages(int64_t layer) const {
     char* k = static_cast<char*>(in_.pool) + layer * 2 * bytes;
     float* scale = in_.pool_scale ? in_.pool_scale + layer * 2 * rows : nullptr;
     PjPages pages{k, k + bytes, scale, scale ? scale + rows : nullptr, in_.num_blocks, in_.block_size,
-                  model_.num_kv_heads, model_.head_dim, nullptr, nullptr, in_.pool_dtype, 0};
+                  model_.num_kv_heads, model_.head_dim, nullptr, nullptr, in_.pool_dtype, in_.block_size % CHOICE_KEYS == 0};
     if (chooses(layer)) {
         const int64_t halves = in_.choosing[layer] * rows / in_.selection.block * 2;
         pages.summary = in_.summary + halves * model_.head_dim;

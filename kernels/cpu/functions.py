@@ -324,9 +324,10 @@ class CpuExtension:
         slot_T: Tensor,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        turned: bool = False,
     ) -> None:
-        """Store keys and values in their pages; see `kernels.kv_cache`."""
-        pages = pages_of(k_cache, v_cache, k_scale, v_scale)
+        """Store keys and values in their pages; see `kernels.kv_cache`, and `Pages` for `turned`."""
+        pages = pages_of(k_cache, v_cache, k_scale, v_scale, turned)
         check("slot_T", slot_T, torch.int64, (None,))
         shape = (slot_T.shape[0], k_cache.shape[1], k_cache.shape[3])
         check("k_TKD", k_TKD, torch.float32, shape)
@@ -350,9 +351,11 @@ class CpuExtension:
         v_scale: Tensor | None = None,
         chooses: LayerBlocks | None = None,
         cap: float | None = None,
+        turned: bool = False,
     ) -> Tensor:
-        """(T, num_heads, head_dim) float32; see `kernels.paged_attention`, and `kernels.key_blocks` for `chooses`."""
-        pages = pages_of(k_cache, v_cache, k_scale, v_scale)
+        """(T, num_heads, head_dim) float32; see `kernels.paged_attention`, `kernels.key_blocks` for `chooses`, and
+        `Pages` for `turned`."""
+        pages = pages_of(k_cache, v_cache, k_scale, v_scale, turned)
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         check("q_THD", q_THD, torch.float32, (None, None, head_dim))
         if q_THD.shape[1] == 0 or q_THD.shape[1] % num_kv_heads:

@@ -3,6 +3,9 @@
 Keys and values lie in pages of (num_blocks, num_kv_heads, block_size, head_dim) each. In INT8 every token of every head
 has a float32 scale besides, in arrays of their own: (num_blocks, num_kv_heads, block_size), so that rows stay aligned
 and a block's scales share cache lines. A token's bytes depend on that token alone.
+
+In the memory of the decoder's own step (`kernels.decoder_step`) the keys of a page lie by dimension, sixteen keys at a
+time, as the products with queries read them; see `library.Pages`. What else reads a pool reads it by token.
 """
 
 from __future__ import annotations

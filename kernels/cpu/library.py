@@ -8,8 +8,9 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+TURNED_KEYS = 16  # of turned pages, see `Pages`
 
 
 class MissingLibrary(Exception):  # noqa: N818  a state that is handled, not a failure
@@ -105,7 +106,8 @@ class Sequences(ctypes.Structure):
 
 
 class Pages(ctypes.Structure):
-    """PjPages."""
+    """PjPages. Of `turned` pages each 16 keys lie by dimension, as scores read them, in the memory of (16, head_dim):
+    (head_dim, 16), or in INT8 (head_dim / 4, 16, 4)."""
 
     _fields_ = (
         ("k", c_void_p),
@@ -119,7 +121,7 @@ class Pages(ctypes.Structure):
         ("summary", c_void_p),
         ("summary_scale", c_void_p),
         ("dtype", c_int32),
-        ("unused", c_int32),
+        ("turned", c_int32),
     )
 
 

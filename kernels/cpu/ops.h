@@ -49,14 +49,43 @@ struct Ahead {
     int lines;
 };
 
+// Where dimension d of a key lies in turned pages, in elements of T; `row` counts keys from the first of a page.
+template <typename T>
+inline int64_t turned_place(int64_t row, int64_t d, int64_t head_dim) {
+    constexpr int64_t in_word = sizeof(T) == 1 ? 4 : 1;
+    const int64_t first = row / CHOICE_KEYS * CHOICE_KEYS;
+    return first * head_dim + (d / in_word * CHOICE_KEYS + row - first) * in_word + d % in_word;
+}
+
 inline int64_t element_bytes(int32_t dtype) { return dtype == PJ_F32 ? 4 : dtype == PJ_INT8 ? 1 : 2; }
+
+// Keys of a tile as scores read them: of each CHOICE_KEYS keys (words, CHOICE_KEYS), where a word is a float, a half, or
+// four dimensions in INT8.
+struct TileKeys {
+    const void* group[TILE_KEYS / CHOICE_KEYS];
+    const void* const* ahead;  // TILE_KEYS rows to be fetched while scores are computed; null: nothing
+    bool half;
+};
+
+// Where the keys of a tile lie, and what turn_keys needs beside them.
+struct KeyRows {
+    const void* const* k;      // (TILE_KEYS) rows; of turned pages every CHOICE_KEYS-th is the place of a group
+    const void* const* ahead;  // (TILE_KEYS) rows that are read next
+    float* room;               // (TILE_KEYS, words)
+    int keys;                  // the first so many are read
+    int words;                 // of 32 bits in a row: a float, or four dimensions in INT8; or of 16: a half
+    int rows;                  // of queries
+    int chosen;                // bits as in AttentionTile
+    bool half;
+    bool turned;  // as PjPages::turned
+};
 
 // Keys and values are float32 or float16, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact
 // sums of integers and only the cache itself costs accuracy.
 struct AttentionTile {
     const void* q;             // (rows, head_dim), times scale × log2(e): float, or of quantize_query
     const float* q_scale;      // INT8: (rows)
-    const float* k;            // packed by pack_keys
+    const TileKeys* keys;
     const float* k_scale;      // INT8: (TILE_KEYS); null: floats
     const float* v_scale;      // the same
     const void* const* v;      // TILE_KEYS rows of head_dim, of `dtype`
@@ -117,10 +146,9 @@ struct Ops {
     // Sum of the 32-bit words of some memory: the reading speed that other kernels are measured against.
     uint32_t (*sum_words)(const uint32_t* words, int64_t count);
 
-    // Transposes the first `keys` rows of a tile into groups of one vector: out[group][word][lane]. A row has `words` of
-    // 32 bits: a float, or four dimensions in INT8. Of `chosen` bits are as in
-    // AttentionTile: what none needs is left out. Meanwhile as many rows of `ahead` are fetched as are packed.
-    void (*pack_keys)(const void* const* k, const void* const* ahead, int keys, int words, bool half, int chosen, float* out);
+    // Keys of a tile by dimension: those of turned pages where they lie, others in `room`. Halves that many queries read
+    // are widened there. What none chose is left out. `ahead` is fetched meanwhile, or left to the scores.
+    TileKeys (*turn_keys)(const KeyRows& rows);
     // x × factor in 16 bits with one scale, amax / 32767. Of each four dimensions the even ones come first.
     void (*quantize_query)(const float* x, float factor, int head_dim, int16_t* q, float* scale);
     // Attention of some rows to one tile, merged into their running state.

@@ -6,49 +6,8 @@
 namespace {
 
 using penjing::AttentionTile;
-using penjing::CHOICE_KEYS;
-using penjing::TILE_KEYS;
 
-constexpr int KEY_GROUPS = TILE_KEYS / W;
-
-// Keys and values of other sequences and layers are cold, and 4 KiB pages are short for the hardware's prefetcher: the
-// values are fetched while keys are packed, and the next tile's keys while values are summed.
-inline void fetch_row(const void* row, int bytes) {
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 2);
-}
-
-// A little at a time: bursts of requests fill the first-level cache's miss buffers and stall (27 against 37 GB/s).
-template <typename T>
-inline void pack_rows(const void* const* k, const void* const* ahead, int keys, int words, int chosen, float* out) {
-    for (int group = 0; group * W < keys; ++group) {
-        if (!(chosen >> (group * W / CHOICE_KEYS) & 1)) continue;
-        const T* rows[W];
-        // Past the last key the first stands in; its scores are masked.
-        for (int lane = 0; lane < W; ++lane)
-            rows[lane] = static_cast<const T*>(k[group * W + lane < keys ? group * W + lane : 0]);
-        float* to = out + static_cast<int64_t>(group) * words * W;
-        int d = 0;
-        for (; d + W <= words; d += W) {
-            for (int lane = 0; lane < W; ++lane) __builtin_prefetch(static_cast<const T*>(ahead[lane]) + d, 0, 2);
-            v_transpose(rows, d, to + d * W);
-        }
-        for (int lane = 0; d < words && lane < W; ++lane) {
-            alignas(64) float rest[W];
-            const void* at = rows[lane] + d;
-            // Bytes, not floats: a word may be four dimensions, and starts anywhere.
-            if (sizeof(T) == sizeof(float)) __builtin_memcpy(rest, at, static_cast<size_t>(words - d) * sizeof(float));
-            else v_store(rest, v_load_f16_n(static_cast<const uint16_t*>(at), words - d));
-            for (int i = d; i < words; ++i) __builtin_memcpy(to + i * W + lane, rest + i - d, sizeof(float));
-        }
-        ahead += W;
-    }
-}
-
-inline void pack_keys(const void* const* k, const void* const* ahead, int keys, int words, bool half, int chosen,
-                      float* out) {
-    if (half) pack_rows<uint16_t>(k, ahead, keys, words, chosen, out);
-    else pack_rows<float>(k, ahead, keys, words, chosen, out);
-}
+constexpr int KEY_GROUPS = TILE_KEYS / CHOICE_KEYS;
 
 inline void quantize_query(const float* x, float factor, int head_dim, int16_t* q, float* scale) {
     VI peak = vi_zero();
@@ -107,44 +66,60 @@ inline Seen seen_by(const AttentionTile& tile, int row) {
     return seen;
 }
 
-template <int MR, int NR>
-inline void scores(const AttentionTile& tile, int row, int group, float* out) {
-    const int head_dim = tile.head_dim;
-    const float *q = static_cast<const float*>(tile.q) + static_cast<int64_t>(row) * head_dim, *k = tile.k;
+template <int MR, int GROUPS, typename T>
+inline void scores(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
+    constexpr int NR = GROUPS * PARTS;
+    const int64_t head_dim = tile.head_dim;
+    const float* q = static_cast<const float*>(tile.q) + row * head_dim;
     V sum[MR][NR];
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
-    const float* keys = k + static_cast<int64_t>(group) * head_dim * W;
-    const int64_t next = static_cast<int64_t>(head_dim) * W;
+    const Keys<GROUPS, T> keys(*tile.keys, group, ahead);
     for (int d = 0; d < head_dim; ++d) {
-        V key[NR];
-#pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) key[n] = v_load(keys + n * next + d * W);
+        keys.fetch(d);
+        // What there is less of stays in registers.
+        if (MR < NR) {
+            V query[MR];
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; ++m) {
-            const V query = v_set(q[m * head_dim + d]);
+            for (int m = 0; m < MR; ++m) query[m] = v_set(q[m * head_dim + d]);
 #pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(query, key[n], sum[m][n]);
+            for (int n = 0; n < NR; ++n) {
+                const V key = v_load_key(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W);
+#pragma GCC unroll 8
+                for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(query[m], key, sum[m][n]);
+            }
+        } else {
+            V key[NR];
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) key[n] = v_load_key(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W);
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) {
+                const V query = v_set(q[m * head_dim + d]);
+#pragma GCC unroll 4
+                for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(query, key[n], sum[m][n]);
+            }
         }
     }
     for (int m = 0; m < MR; ++m)
-        for (int n = 0; n < NR; ++n) v_store(out + m * TILE_KEYS + (group + n) * W, sum[m][n]);
+        for (int n = 0; n < NR; ++n) v_store(out + m * TILE_KEYS + group * CHOICE_KEYS + n * W, sum[m][n]);
 }
 
 // The same for INT8 keys: whole sums of 16 × 8-bit products, two dimensions at a time, then the scales.
-template <int MR, int NR>
-inline void scores_int8(const AttentionTile& tile, int row, int group, float* out) {
+template <int MR, int GROUPS>
+inline void scores_int8(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
+    constexpr int NR = GROUPS * PARTS;
     VI sum[MR][NR];
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) sum[m][n] = vi_zero();
     const int words = tile.head_dim / 4;
-    const float* keys = tile.k + static_cast<int64_t>(group) * words * W;
+    const Keys<GROUPS, int32_t> keys(*tile.keys, group, ahead);
     const int16_t* q = static_cast<const int16_t*>(tile.q) + static_cast<int64_t>(row) * tile.head_dim;
     for (int word = 0; word < words; ++word) {
+        keys.fetch(word);
         VI even[NR], odd[NR];
 #pragma GCC unroll 4
         for (int n = 0; n < NR; ++n) {
-            const VI four = vi_load(keys + static_cast<int64_t>(n) * words * W + word * W);
+            const VI four = vi_load(keys.at[n / PARTS] + word * CHOICE_KEYS + n % PARTS * W);
             even[n] = vi_even_bytes(four);
             odd[n] = vi_odd_bytes(four);
         }
@@ -163,8 +138,9 @@ inline void scores_int8(const AttentionTile& tile, int row, int group, float* ou
     for (int m = 0; m < MR; ++m) {
         const V by = v_set(tile.q_scale[row + m]);
         for (int n = 0; n < NR; ++n) {
-            const V scaled = v_mul(v_mul(v_from_int(sum[m][n]), by), v_load(tile.k_scale + (group + n) * W));
-            v_store(out + m * TILE_KEYS + (group + n) * W, scaled);
+            const int at = group * CHOICE_KEYS + n * W;
+            const V scaled = v_mul(v_mul(v_from_int(sum[m][n]), by), v_load(tile.k_scale + at));
+            v_store(out + m * TILE_KEYS + at, scaled);
         }
     }
 }
@@ -180,17 +156,29 @@ inline V load_value(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) 
 template <int MR, int NR, bool TAIL, typename T>
 inline void weighted_values(const float* weight, const void* const* v, int first, int last, int d, int rest,
                             const void* const* ahead, int head_dim, V (&sum)[MR][NR]) {
-    for (int key = first; key < last; ++key) {
+    for (int64_t key = first; key < last; ++key) {
         if (ahead) fetch_row(ahead[key - first], head_dim * static_cast<int>(sizeof(T)));
         const T* row = static_cast<const T*>(v[key]) + d;
-        V value[NR];
-#pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) value[n] = load_value<TAIL>(row + n * W, rest);
+        if (MR < NR) {
+            V by[MR];
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; ++m) {
-            const V by = v_set(weight[m * TILE_KEYS + key]);
+            for (int m = 0; m < MR; ++m) by[m] = v_set(weight[m * TILE_KEYS + key]);
 #pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(by, value[n], sum[m][n]);
+            for (int n = 0; n < NR; ++n) {
+                const V value = load_value<TAIL>(row + n * W, rest);
+#pragma GCC unroll 8
+                for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(by[m], value, sum[m][n]);
+            }
+        } else {
+            V value[NR];
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) value[n] = load_value<TAIL>(row + n * W, rest);
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) {
+                const V by = v_set(weight[m * TILE_KEYS + key]);
+#pragma GCC unroll 4
+                for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(by, value[n], sum[m][n]);
+            }
         }
     }
 }
@@ -241,6 +229,13 @@ inline void meet(const float* peak, const float* total, float* running_peak, flo
     }
 }
 
+template <int MR, int GROUPS, typename T>
+inline void scores_of(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
+    if (sizeof(T) == 1) scores_int8<MR, GROUPS>(tile, row, group, ahead, out);
+    else if (sizeof(T) == 2 && tile.keys->half) scores<MR, GROUPS, uint16_t>(tile, row, group, ahead, out);
+    else scores<MR, GROUPS, float>(tile, row, group, ahead, out);
+}
+
 template <int MR, typename T>
 inline void attend_rows(const AttentionTile& tile, int row) {
     alignas(64) float weight[MR * TILE_KEYS];
@@ -249,16 +244,19 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     const int32_t *low = tile.low + row, *high = tile.high + row;
     const Seen seen = seen_by<MR>(tile, row);
     constexpr bool INT8 = sizeof(T) == 1;
+    // Few rows take more keys at once, so that enough sums are under way; registers hold them.
+    constexpr int NR = MR <= 3 && ATTENTION_VECTORS < 4 ? 4 : ATTENTION_VECTORS, GROUPS = NR / PARTS;
+    const void* const* ahead = row == 0 ? tile.keys->ahead : nullptr;
     for (int range = 0; range < seen.ranges; ++range) {
-        const int end = (seen.end[range] + W - 1) / W;
-        int group = seen.begin[range] / W;
-        for (; group + ATTENTION_VECTORS <= end; group += ATTENTION_VECTORS) {
-            if (INT8) scores_int8<MR, ATTENTION_VECTORS>(tile, row, group, weight);
-            else scores<MR, ATTENTION_VECTORS>(tile, row, group, weight);
+        const int end = (seen.end[range] + CHOICE_KEYS - 1) / CHOICE_KEYS;
+        int group = seen.begin[range] / CHOICE_KEYS;
+        for (; group + GROUPS <= end; group += GROUPS) {
+            scores_of<MR, GROUPS, T>(tile, row, group, ahead, weight);
+            if (ahead) ahead += GROUPS * CHOICE_KEYS;
         }
         for (; group < end; ++group) {
-            if (INT8) scores_int8<MR, 1>(tile, row, group, weight);
-            else scores<MR, 1>(tile, row, group, weight);
+            scores_of<MR, 1, T>(tile, row, group, ahead, weight);
+            if (ahead) ahead += CHOICE_KEYS;
         }
     }
 
@@ -296,8 +294,7 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     meet<MR>(peak, total, tile.peak + row, tile.total + row, keep, take);
 
     float* out = tile.out + static_cast<int64_t>(row) * head_dim;
-    const void* const* ahead = row == 0 ? tile.ahead : nullptr;
-    constexpr int NR = ATTENTION_VECTORS;
+    ahead = row == 0 ? tile.ahead : nullptr;
     int d = 0;
     for (; d + NR * W <= head_dim; d += NR * W) {
         V sum[MR][NR];

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int SUMMED_DIMS = 512;  // so many products of 16 and 8 bits have a sum of 32
 
-// Dimensions [begin, begin + dims) of some summaries: to[word][lane], a word being four dimensions, the last one padded
-// with zeros. Meanwhile those of `ahead` are fetched.
+// Dimensions [begin, begin + dims) of some summaries: to[word][CHOICE_KEYS], a word being four dimensions, the last one
+// padded with zeros; as many of its lanes are filled as a vector has. Meanwhile those of `ahead` are fetched.
 inline void pack_summaries(const int8_t* const* summary, const int8_t* const* ahead, int begin, int dims, int count,
                            float* to) {
     const void *at[W], *next[W];
@@ -17,12 +17,12 @@ inline void pack_summaries(const int8_t* const* summary, const int8_t* const* ah
         next[lane] = ahead[lane] + begin;
     }
     const int words = dims / 4;
-    pack_rows<float>(at, next, count, words, 1, to);
+    transpose_rows<float>({at, next, to, count, words, 0, 1, false, false});
     for (int lane = 0; dims % 4 && lane < W; ++lane) {
         const int8_t* rest = static_cast<const int8_t*>(at[lane]) + 4 * words;
         int8_t word[4] = {};
         for (int i = 0; i < dims % 4; ++i) word[i] = rest[i];
-        __builtin_memcpy(to + words * W + lane, word, 4);
+        __builtin_memcpy(to + words * CHOICE_KEYS + lane, word, 4);
     }
 }
 
@@ -33,7 +33,7 @@ inline void score_heads(const int16_t* q, int64_t ldq, int words, const float* p
     VI even_sum[HEADS], odd_sum[HEADS];  // two, because one sum would wait for itself
     for (int head = 0; head < HEADS; ++head) even_sum[head] = odd_sum[head] = vi_zero();
     for (int word = 0; word < words; ++word) {
-        const VI four = vi_load(packed + word * W), even = vi_even_bytes(four), odd = vi_odd_bytes(four);
+        const VI four = vi_load(packed + word * CHOICE_KEYS), even = vi_even_bytes(four), odd = vi_odd_bytes(four);
 #pragma GCC unroll 4
         for (int head = 0; head < HEADS; ++head) {
             int32_t at_even, at_odd;
@@ -55,7 +55,7 @@ inline void score_heads(const int16_t* q, int64_t ldq, int words, const float* p
 // values; summary has SCORED rows of (2, head_dim), scale is (2, SCORED); rows of `ahead`, as many, are fetched meanwhile.
 inline void score_blocks(const int16_t* q, const float* q_scale, int heads, int head_dim, const int8_t* const* summary,
                          const int8_t* const* ahead, const float* scale, int count, float* score, int64_t stride) {
-    alignas(64) float packed[W * SUMMED_DIMS / 4];
+    alignas(64) float packed[CHOICE_KEYS * SUMMED_DIMS / 4];
     const int padded = (head_dim + 3) / 4 * 4;
     for (int at = 0; at < count; at += W) {
         const int n = count - at < W ? count - at : W;

@@ -43,17 +43,36 @@ void range_of(const T* key, const float* scale, int64_t keys, int64_t head_dim, 
     }
 }
 
+// The same of turned pages; `key` is the place of the first group.
+template <typename T>
+void range_of_turned(const T* key, const float* scale, int64_t keys, int64_t head_dim, float* low, float* high) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+        float least = INFINITY, most = -INFINITY;
+        for (int64_t i = 0; i < keys; ++i) {
+            const float x = static_cast<float>(key[turned_place<T>(i, d, head_dim)]) * (scale ? scale[i] : 1.0f);
+            least = x < least ? x : least;
+            most = x > most ? x : most;
+        }
+        low[d] = least;
+        high[d] = most;
+    }
+}
+
 // `row` is the first of the block's keys; `low` and `high` are room for (head_dim), `wide` for the keys.
 void summarize(const Ops& ops, const PjPages& pages, int64_t row, int64_t keys, int64_t entry, float* low, float* high,
                float* wide) {
     const int64_t head_dim = pages.head_dim, at = row * head_dim;
+    const auto range = [&](const auto* key, const float* scale) {
+        if (pages.turned) range_of_turned(key, scale, keys, head_dim, low, high);
+        else range_of(key, scale, keys, head_dim, low, high);
+    };
     if (pages.k_scale) {
-        range_of(static_cast<const int8_t*>(pages.k) + at, pages.k_scale + row, keys, head_dim, low, high);
+        range(static_cast<const int8_t*>(pages.k) + at, pages.k_scale + row);
     } else if (pages.dtype == PJ_F16) {
         ops.widen_row(static_cast<const uint16_t*>(pages.k) + at, PJ_F16, keys * head_dim, wide);
-        range_of(wide, nullptr, keys, head_dim, low, high);
+        range(static_cast<const float*>(wide), nullptr);
     } else {
-        range_of(static_cast<const float*>(pages.k) + at, nullptr, keys, head_dim, low, high);
+        range(static_cast<const float*>(pages.k) + at, nullptr);
     }
     for (int64_t d = 0; d < head_dim; ++d) {
         const float middle = (low[d] + high[d]) * 0.5f;

@@ -154,10 +154,12 @@ inline void v_store_f16_n(uint16_t* p, V x, int n) {
     for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
+inline V v_load_key(const float* p) { return v_load(p); }
+inline V v_load_key(const uint16_t* p) { return v_load_f16(p); }
 inline __m128 load_four(const float* p) { return _mm_loadu_ps(p); }
 inline __m128 load_four(const uint16_t* p) { return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 
-// Transpose 8 rows × 8 floats, or halves that become floats: out[c × 8 + r] = rows[r][c].
+// Transpose 8 rows × 8 floats, or halves that become floats: out[c × 16 + r] = rows[r][c].
 template <typename T>
 inline void v_transpose(const T* const* rows, int column, float* out) {
     V r[8];
@@ -171,11 +173,11 @@ inline void v_transpose(const T* const* rows, int column, float* out) {
         const V* x = r + 4 * half;
         const V low01 = _mm256_unpacklo_ps(x[0], x[1]), high01 = _mm256_unpackhi_ps(x[0], x[1]);
         const V low23 = _mm256_unpacklo_ps(x[2], x[3]), high23 = _mm256_unpackhi_ps(x[2], x[3]);
-        float* y = out + 32 * half;
+        float* y = out + 64 * half;
         _mm256_store_ps(y, _mm256_shuffle_ps(low01, low23, 0x44));
-        _mm256_store_ps(y + 8, _mm256_shuffle_ps(low01, low23, 0xee));
-        _mm256_store_ps(y + 16, _mm256_shuffle_ps(high01, high23, 0x44));
-        _mm256_store_ps(y + 24, _mm256_shuffle_ps(high01, high23, 0xee));
+        _mm256_store_ps(y + 16, _mm256_shuffle_ps(low01, low23, 0xee));
+        _mm256_store_ps(y + 32, _mm256_shuffle_ps(high01, high23, 0x44));
+        _mm256_store_ps(y + 48, _mm256_shuffle_ps(high01, high23, 0xee));
     }
 }
 

@@ -25,10 +25,11 @@ class Layer:
         seed: int = 0,
         heads: tuple[int, int] = (HEADS, KV_HEADS),
         dim: int = DIM,
+        turned: bool = False,
     ):
         generator = torch.Generator().manual_seed(seed)
         self.kernels, self.blocks, self.page, self.context = kernels, blocks, page, context
-        self.kv_heads, self.dim = heads[1], dim
+        self.kv_heads, self.dim, self.turned = heads[1], dim, turned
         self.q, k, v = (
             torch.randn(context, count, dim, generator=generator) * size
             for count, size in ((heads[0], 2.0), (heads[1], 1.0), (heads[1], 1.0))
@@ -53,12 +54,14 @@ class Layer:
         """Store the tokens begin … end − 1 and attend their rows, (end − begin, heads, dim)."""
         slots = self.slots(begin, end)
         caches = self.k, self.v
-        self.kernels.write_kv(self.keys[begin:end], self.values[begin:end], *caches, slots, self.k_scale, self.v_scale)
+        scales = self.k_scale, self.v_scale
+        new = self.keys[begin:end], self.values[begin:end]
+        self.kernels.write_kv(*new, *caches, slots, *scales, turned=self.turned)
         self.masks = torch.full((end - begin, self.kv_heads, -(-end // TILE_KEYS)), 15, dtype=torch.uint8)
         chooses = LayerBlocks(self.blocks, self.summary, self.summary_scale, slots, self.masks)
         lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int(), self.table
-        arguments = self.q[begin:end].contiguous(), *caches, *lengths, self.dim**-0.5, None, self.k_scale, self.v_scale
-        return self.kernels.paged_attention(*arguments, chooses)
+        arguments = self.q[begin:end].contiguous(), *caches, *lengths, self.dim**-0.5, None, *scales
+        return self.kernels.paged_attention(*arguments, chooses, turned=self.turned)
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """(context, kv_heads, dim) as they lie in the pages."""

@@ -79,7 +79,8 @@ def inputs(parts: list[tuple[Tensor, int, list[int]]], pool: Tensor, first_posit
     """Arguments of `step` for (new ids, tokens before them, blocks) of each sequence; logits of all rows."""
     positions = [torch.arange(past, past + len(ids)) for ids, past, _ in parts]
     tables = [torch.tensor(blocks) for _, _, blocks in parts]
-    slots = [t[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for t, p in zip(tables, positions, strict=True)]
+    size = pool.shape[4]
+    slots = [t[p // size] * size + p % size for t, p in zip(tables, positions, strict=True)]
     num_rows = sum(map(len, positions))
     return {
         "token_ids_T": torch.cat([ids for ids, _, _ in parts]).int(),
