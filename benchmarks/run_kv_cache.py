@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from lib.level import at_level
 from lib.models import ARTIFACT, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 from lib.texts import SOURCES
@@ -70,7 +71,7 @@ def main() -> int:
                 rows += perplexity_rows(loaded, step, arguments.tokens, arguments.window, arguments.text)
             if arguments.only != "perplexity":
                 rows += step_rows(kernels, loaded.config, step, arguments.rounds)
-    append("kv_cache", rows, arguments.results)
+    append("kv_cache", at_level(rows, ("paged_decode", "decoder_step")), arguments.results)
     return 0
 
 
@@ -131,7 +132,7 @@ def attention_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
         for kind in DTYPES:
             caches = random_layer(kernels, sequences * blocks, kind)
             arguments = (q, *caches[:2], *lengths, table.view(sequences, blocks), 0.125, None, *caches[2:])
-            run = lambda a=arguments: kernels.paged_attention(*a)  # noqa: E731
+            run = lambda a=arguments: kernels.paged_attention(*a, turned=True)  # noqa: E731
             cases[f"{kind} {sequences}x{context}"] = Case(run, sequences * context / 1e6, 2)
     rate = Rounds(cases, rounds).rate
     limit = rate.pop(READ) * 1e3  # MB/s
