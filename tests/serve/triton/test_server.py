@@ -137,8 +137,9 @@ def test_cancelled_requests_free_their_blocks(server: Served) -> None:
         streams = [client.stream(PROMPT, max_tokens=4000, **GREEDY) for _ in range(6)]
         for stream in streams:
             assert next(stream).index == 0
-        wait_until(lambda: server.shown_metrics()["num_requests_running"] == 6, 10, "the sight of six requests")
-        assert server.shown_metrics()["kv_cache_usage_perc"] > 0
+        # Gauges are set one after the other, and a reading may come between.
+        shows = lambda shown: shown["num_requests_running"] == 6 and shown["kv_cache_usage_perc"] > 0  # noqa: E731
+        wait_until(lambda: shows(server.shown_metrics()), 10, "the sight of six requests and their blocks")
         for stream in streams:
             stream.close()
         after = _idle(server)
