@@ -66,6 +66,14 @@ inline Seen seen_by(const AttentionTile& tile, int row) {
     return seen;
 }
 
+// The first n lanes, or all without a tail.
+template <bool TAIL>
+inline V load_floats(const float* p, int n) { return TAIL ? v_load_n(p, n) : v_load(p); }
+template <bool TAIL>
+inline V load_floats(const uint16_t* p, int n) { return TAIL ? v_load_f16_n(p, n) : v_load_f16(p); }
+template <bool TAIL>
+inline V load_floats(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
+
 template <int MR, int GROUPS, typename T>
 inline void scores(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
     constexpr int NR = GROUPS * PARTS;
@@ -84,14 +92,14 @@ inline void scores(const AttentionTile& tile, int row, int group, const void* co
             for (int m = 0; m < MR; ++m) query[m] = v_set(q[m * head_dim + d]);
 #pragma GCC unroll 4
             for (int n = 0; n < NR; ++n) {
-                const V key = v_load_key(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W);
+                const V key = load_floats<false>(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W, W);
 #pragma GCC unroll 8
                 for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(query[m], key, sum[m][n]);
             }
         } else {
             V key[NR];
 #pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) key[n] = v_load_key(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W);
+            for (int n = 0; n < NR; ++n) key[n] = load_floats<false>(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W, W);
 #pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) {
                 const V query = v_set(q[m * head_dim + d]);
@@ -145,13 +153,6 @@ inline void scores_int8(const AttentionTile& tile, int row, int group, const voi
     }
 }
 
-template <bool TAIL>
-inline V load_value(const float* p, int n) { return TAIL ? v_load_n(p, n) : v_load(p); }
-template <bool TAIL>
-inline V load_value(const uint16_t* p, int n) { return TAIL ? v_load_f16_n(p, n) : v_load_f16(p); }
-template <bool TAIL>
-inline V load_value(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
-
 // Added to `sum`.
 template <int MR, int NR, bool TAIL, typename T>
 inline void weighted_values(const float* weight, const void* const* v, int first, int last, int d, int rest,
@@ -165,14 +166,14 @@ inline void weighted_values(const float* weight, const void* const* v, int first
             for (int m = 0; m < MR; ++m) by[m] = v_set(weight[m * TILE_KEYS + key]);
 #pragma GCC unroll 4
             for (int n = 0; n < NR; ++n) {
-                const V value = load_value<TAIL>(row + n * W, rest);
+                const V value = load_floats<TAIL>(row + n * W, rest);
 #pragma GCC unroll 8
                 for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(by[m], value, sum[m][n]);
             }
         } else {
             V value[NR];
 #pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) value[n] = load_value<TAIL>(row + n * W, rest);
+            for (int n = 0; n < NR; ++n) value[n] = load_floats<TAIL>(row + n * W, rest);
 #pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) {
                 const V by = v_set(weight[m * TILE_KEYS + key]);

@@ -52,10 +52,10 @@ inline void widen_groups(const KeyRows& from) {
         const uint16_t* half = static_cast<const uint16_t*>(from.k[first]);
         float* to = from.room + static_cast<int64_t>(first) * from.words;
         for (int at = 0; at < from.words * CHOICE_KEYS; at += CHOICE_KEYS) {
-            if (ahead) __builtin_prefetch(static_cast<const uint16_t*>(ahead[0]) + at, 0, 2);
+            __builtin_prefetch(static_cast<const uint16_t*>(ahead[0]) + at, 0, 2);
             for (int lane = 0; lane < CHOICE_KEYS; lane += W) v_store(to + at + lane, v_load_f16(half + at + lane));
         }
-        if (ahead) ahead += CHOICE_KEYS;
+        ahead += CHOICE_KEYS;
     }
 }
 

@@ -154,8 +154,6 @@ inline void v_store_f16_n(uint16_t* p, V x, int n) {
     for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-inline V v_load_key(const float* p) { return v_load(p); }
-inline V v_load_key(const uint16_t* p) { return v_load_f16(p); }
 inline __m128 load_four(const float* p) { return _mm_loadu_ps(p); }
 inline __m128 load_four(const uint16_t* p) { return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 

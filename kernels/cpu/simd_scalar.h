@@ -171,10 +171,7 @@ inline void v_store_f16_n(uint16_t* p, V x, int n) {
 
 #undef PJ_LANES
 
-// Rows may be bytes that start anywhere.
-inline V v_load_key(const float* p) { return v_load(p); }
-inline V v_load_key(const uint16_t* p) { return v_load_f16(p); }
-// out[c × 16 + r] = rows[r][c].
+// out[c × 16 + r] = rows[r][c]. Rows may be bytes that start anywhere.
 inline void v_transpose(const float* const* rows, int column, float* out) {
     for (int c = 0; c < W; ++c)
         for (int r = 0; r < W; ++r) memcpy(out + c * 16 + r, rows[r] + column + c, sizeof(float));

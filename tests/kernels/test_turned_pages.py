@@ -67,7 +67,7 @@ def test_turned_pages_hold_the_same_keys_in_another_order(isa: CpuExtension, dty
     torch.manual_seed(0)
     pages = Pages(isa, dtype, [70, 5], 32, 2, 20)
     plain, turned = pages.caches[False], pages.caches[True]
-    assert not torch.equal(turned[0], plain[0])
+    assert not torch.equal(turned[0].nan_to_num(), plain[0].nan_to_num())
     for mine, other in zip((by_token(turned[0]), *turned[1:]), plain, strict=True):
         torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
 
@@ -78,7 +78,7 @@ def test_attention_gives_the_same_bits(isa: CpuExtension, data: st.DataObject, d
     torch.manual_seed(seed)
     page = data.draw(st.sampled_from((16, 32, 48, 64)))
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
-    head_dim = data.draw(st.sampled_from((4, 20, 64, 72)))
+    head_dim = data.draw(st.sampled_from((4, 20, 64, 72) if dtype == torch.int8 else (5, 20, 64, 72, 520)))
     contexts = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
     lengths = [data.draw(st.sampled_from((1, 1, 2, context // 2, context))) for context in contexts]
     lengths = [max(1, min(length, context)) for length, context in zip(lengths, contexts, strict=True)]
