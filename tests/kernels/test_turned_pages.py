@@ -13,19 +13,11 @@ from torch import Tensor
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.key_blocks import KeyBlocks
 from tests.kernels.choosing import Layer
-from tests.kernels.cpu import needs_extension, the_extension
+from tests.kernels.cpu import by_token, needs_extension, the_extension
 from tests.kernels.test_decoder_step import KV_HEADS, LAYERS, draw_ids, inputs, make_step
 
 pytestmark = needs_extension
 DTYPES = [torch.float32, torch.float16, torch.int8]
-
-
-def by_token(pages: Tensor) -> Tensor:
-    """Turned pages (blocks, heads, block_size, head_dim) in the order of other pages."""
-    in_word = 4 if pages.dtype == torch.int8 else 1
-    head_dim = pages.shape[-1]
-    words = pages.reshape(*pages.shape[:2], -1, head_dim // in_word, 16, in_word)
-    return words.transpose(3, 4).reshape(pages.shape)
 
 
 class Pages:
