@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from penjing.core.config import Config
 from penjing.core.progress import Progress, Silent, clock
@@ -205,12 +205,13 @@ class ActivationRanges:
     """Watches the largest magnitude and the root mean square of each block's output during one forward pass.
 
     A context manager, which watches nothing without a model; afterwards `values` maps "activation/BLOCK/amax" and
-    "…/rms" to floats.
+    "…/rms" to floats. Numbers are read at its end: in the pass they would cut a compiled graph in two.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._blocks = {} if model is None else blocks(model)
         self._handles: list[Any] = []
+        self._seen: dict[str, Tensor] = {}
         self.values: dict[str, float] = {}
 
     def __enter__(self) -> ActivationRanges:
@@ -221,13 +222,14 @@ class ActivationRanges:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self.values = {name: float(value) for name, value in self._seen.items()}
 
     def _hook(self, name: str) -> Any:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             wide = tensor.detach().to(torch.float32)
-            self.values[f"activation/{name}/amax"] = float(wide.abs().amax())
-            self.values[f"activation/{name}/rms"] = float(wide.square().mean().sqrt())
+            self._seen[f"activation/{name}/amax"] = wide.abs().amax()
+            self._seen[f"activation/{name}/rms"] = wide.square().mean().sqrt()
 
         return look
 
