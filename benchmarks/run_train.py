@@ -39,6 +39,7 @@ from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.state.checkpoint import Checkpoints
 
 NO_BFLOAT16 = "this processor has no instructions for bfloat16 products"
+PARTS = ("loader", "checkpoints", "recomputation", "resnet", "decoder")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -46,14 +47,15 @@ def main() -> int:
     """Measure and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7, help="turns of each contestant")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured (default: all)")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes minutes")
     parser.add_argument("--quick", action="store_true", help="one turn, no compilation, rows are not written")
     arguments = parser.parse_args()
     turns = 1 if arguments.quick else arguments.turns
     with tempfile.TemporaryDirectory() as scratch, progress_bar() as progress:
         bench = Bench(Path(scratch), turns, progress)
-        rows = bench.loader() + bench.checkpoints() + bench.recomputation() + bench.resnet()
-        rows += bench.decoder(compiled=not (arguments.quick or arguments.no_compile))
+        bench.compiles = not (arguments.quick or arguments.no_compile)
+        rows = [row for part in arguments.parts for row in getattr(bench, part)()]
     if arguments.quick:
         show(rows)
     else:
@@ -75,6 +77,7 @@ class Bench:
         self.scratch = scratch
         self.turns = turns
         self.progress = progress
+        self.compiles = False
         self.modes = ("fp32", "bf16") if multiplies_bfloat16(torch.device("cpu")) else ("fp32",)
 
     def interleave(self, task: str, contestants: dict[str, Run], steps: int) -> dict[str, float]:
@@ -86,7 +89,7 @@ class Bench:
         """A row of this benchmark, a median over the turns."""
         return new_row("train", metric, value, unit, runs=self.turns, baseline=baseline, baseline_value=baseline_value)
 
-    def decoder(self, compiled: bool) -> list[Row]:
+    def decoder(self) -> list[Row]:
         """Tokens a second of penjing's loop beside plain ones, in float32 and bfloat16."""
         import transformers
 
@@ -99,7 +102,7 @@ class Bench:
         best = self.modes[-1]
         if best == "bf16":
             contestants["hybrid"] = steps_of(bench.trainer("hybrid"))
-        if compiled:
+        if self.compiles:
             contestants[f"{best} compiled"] = steps_of(bench.trainer(best, compiled=True))
         times = self.interleave("decoder", contestants, 2)
         llama = f"plain loop, transformers {transformers.__version__} Llama"
@@ -110,7 +113,7 @@ class Bench:
         if best == "bf16":
             pairs.append(("decoder_bf16", "bf16", "penjing fp32", "fp32"))
             pairs.append(("decoder_hybrid", "hybrid", "penjing fp32", "fp32"))
-        if compiled:
+        if self.compiles:
             pairs.append((f"decoder_{best}_compiled", f"{best} compiled", f"penjing {best}", best))
             pairs.append((f"decoder_{best}_compiled", f"{best} compiled", "plain loop, same model", f"plain {best}"))
         rate = {name: self.tokens / seconds for name, seconds in times.items()}

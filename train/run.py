@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from penjing.core.files import publish_folder, writing
-from penjing.core.models.moe import keep_out_of_graphs
 from penjing.core.progress import Progress, Silent
 from penjing.train.batch_size import Cut, fastest_micro_batch, recut, repeats
 from penjing.train.checks import check_machine, check_output, with_steps
@@ -30,7 +29,7 @@ from penjing.train.monitor.gpu import gpu_use
 from penjing.train.monitor.memory import memory_limit
 from penjing.train.monitor.monitor import Monitor, open_sinks
 from penjing.train.monitor.summary import summary
-from penjing.train.numerics.compiled import compile_blocks
+from penjing.train.numerics.compiled import compile_model
 from penjing.train.numerics.precision import (
     Precision,
     apply_environment,
@@ -307,14 +306,11 @@ class _Run:
         """The model, each process's part of it, with the weights that a new run begins with."""
         weights = self.task.weights()
         with nullcontext() if weights is None else without_data():
-            model = self._model(by_block=self.recipe.compile and isinstance(self.world, MeshWorld))
+            model = self._model(compiled=self.recipe.compile)
         if weights is None:
             if is_new:
                 self.task.initialize(model)
             model = model.to(self.world.device)
-        if self.recipe.compile and not isinstance(self.world, MeshWorld):
-            keep_out_of_graphs()
-            model.compile()
         spread = parallelize(model, self.world, self.progress.note)
         if weights is not None:
             materialize(spread.model, self.world.device)
@@ -326,13 +322,15 @@ class _Run:
         with self.world.device:  # tensors without data cannot be moved
             return with_buffers_on(self.world.device, self._model())
 
-    def _model(self, *, by_block: bool = False) -> nn.Module:
-        """As the task makes it, with what is frozen and recomputed; `by_block`: its blocks compiled."""
+    def _model(self, *, compiled: bool = False) -> nn.Module:
+        """As the task makes it, with what is frozen, compiled and recomputed."""
         model = self.task.build_model()
         freeze(model, self.recipe.freeze, self.recipe.optimizer.groups)
-        if by_block:
-            compile_blocks(model)
-        apply_recompute(model, self.recipe.memory.recompute, self.recipe.memory.recompute_rules)
+        memory = self.recipe.memory
+        if compiled:
+            recompute = memory.recompute != "none" or bool(memory.recompute_rules)
+            compile_model(model, is_shared=isinstance(self.world, MeshWorld), recompute=recompute)
+        apply_recompute(model, memory.recompute, memory.recompute_rules)
         return model
 
     def _estimate(self, micro_batch: int) -> MemoryEstimate:

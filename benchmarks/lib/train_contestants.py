@@ -22,6 +22,7 @@ from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, writ
 from penjing.train.data.stream import OrderedStream, Stream, shuffled
 from penjing.train.data.tokens import TokenRows
 from penjing.train.loop import Trainer
+from penjing.train.numerics.compiled import compile_model
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.objective import CrossEntropy
@@ -78,10 +79,10 @@ class DecoderBench:
     ) -> Trainer:
         """penjing's loop with clipping, as the recipe has it; it trains no step yet."""
         model = self.model()
+        if compiled:
+            compile_model(model, is_shared=False)
         apply_recompute(model, recompute)  # pyright: ignore[reportArgumentType]
         precision = PrecisionConfig.model_validate({"mode": mode, "policy": policy})
-        if compiled:
-            model.compile()
         return loop(model, CrossEntropy(), self.stream(), build_optimizer(model, OptimizerConfig()), precision)
 
     def plain(self, model: nn.Module, mode: str = "fp32") -> Run:

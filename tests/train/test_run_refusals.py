@@ -39,6 +39,7 @@ from penjing.train.run import train, train_task
         (["device=cuda"], ConfigError, "torch finds no cuda device here"),
         (["memory.limit=100KiB"], ConfigError, "only 0 MiB may be used .memory.limit.; the model alone is too large"),
         (["data.document_mask=true", "compile=true"], ConfigError, "document_mask and compile exclude each other"),
+        (['memory.recompute="selective"', "compile=true"], ConfigError, "compile chooses itself what is cheap"),
         (["model.sliding_window=8"], InputError, "sliding_window=8; choose another model_type"),
         (["memory.limit=lots"], ConfigError, "'lots' is no size"),
         (["memory.recompute_rules=[{match='x', recompute='full'}]"], ConfigError, "'x' matches no block"),

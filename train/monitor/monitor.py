@@ -205,7 +205,7 @@ class ActivationRanges:
     """Watches the largest magnitude and the root mean square of each block's output during one forward pass.
 
     A context manager, which watches nothing without a model; afterwards `values` maps "activation/BLOCK/amax" and
-    "…/rms" to floats. Numbers are read at its end: in the pass they would cut a compiled graph in two.
+    "…/rms" to floats. Numbers are read at its end: in the pass they would cut a graph of the whole model.
     """
 
     def __init__(self, model: nn.Module | None) -> None:

@@ -1,8 +1,8 @@
-"""torch.compile for a model whose processes share its parameters: each block by itself.
+"""torch.compile for a model: a decoder by its blocks, which share a graph, other networks as a whole.
 
-FSDP collects a block's parameters before it and lets them go after it, and tensor parallelism exchanges activations at
-its edges. A graph of the whole model would be cut there anyhow, so that each block is compiled, as torchtitan does.
-Blocks of one shape share one graph.
+A decoder's blocks have one shape, so that one of them is compiled in place of all, as torchtitan does. FSDP collects a
+block's parameters before it and lets them go after it, and tensor parallelism exchanges activations at its edges, where
+a graph of the whole model would be cut: networks that processes share are compiled by their blocks, too.
 """
 
 from __future__ import annotations
@@ -13,17 +13,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.moe import keep_out_of_graphs
 from penjing.train.numerics.recompute import blocks
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Let torch compile what each block of `model` computes. Recomputation, formats and sharding come after, around it.
+def compile_model(model: nn.Module, *, is_shared: bool, recompute: bool = False, backend: str = "inductor") -> None:
+    """Let torch compile what `model` computes. Recomputation, formats and sharding come after, around its blocks.
 
     The classes of the blocks change; names and parameters do not.
+
+    Args:
+        is_shared: processes will hold parts of the model.
+        recompute: blocks will be computed again in the backward pass.
+
+    Raises:
+        ConfigError: `recompute` of a network that is compiled as a whole.
     """
     keep_out_of_graphs()
+    if not is_shared and not isinstance(model, Decoder):
+        if recompute:
+            raise ConfigError(
+                "memory.recompute is around blocks, and compile takes a network that is no decoder as a whole; "
+                "write recompute = 'none', or compile = false"
+            )
+        model.compile(backend=backend)
+        return
     if isinstance(model, Decoder):
         _number_by_kind(model)
     for block in blocks(model).values():

@@ -162,7 +162,9 @@ class RunRecipe(Config):
         description='What computes: "cpu", or the accelerator that torch finds, by its type, such as "cuda", "xpu" or '
         '"npu"; "auto" takes the accelerator where there is one.',
     )
-    compile: bool = Field(default=False, description="The model is compiled by torch.compile.")
+    compile: bool = Field(
+        default=False, description="torch.compile is used: on each block of a decoder, on other networks as a whole."
+    )
     initial: Path | None = Field(
         default=None, description="A checkpoint that the run begins with: its weights, architecture and tokenizer."
     )
@@ -200,6 +202,19 @@ class RunRecipe(Config):
     )
     monitor: MonitorConfig = Field(default=MonitorConfig(), description="What is recorded, and where it goes.")
     alarms: AlarmConfig = Field(default=AlarmConfig(), description="What rings, when, and what happens then.")
+
+    @field_validator("memory")
+    @classmethod
+    def _compiler_chooses(cls, value: MemoryConfig, info: ValidationInfo) -> MemoryConfig:
+        if info.data.get("compile") and "selective" in (
+            value.recompute,
+            *(rule.recompute for rule in value.recompute_rules),
+        ):
+            raise ValueError(
+                "compile chooses itself what is cheap to compute again; write recompute = 'none' or 'full', "
+                "or compile = false"
+            )
+        return value
 
     @field_validator("epochs")
     @classmethod

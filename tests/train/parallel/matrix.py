@@ -28,7 +28,7 @@ from penjing.train.data.order import Order
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.stream import OrderedStream, TokenSamples
 from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
-from penjing.train.numerics.compiled import compile_blocks
+from penjing.train.numerics.compiled import compile_model
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.balancing import Balanced, BalancingConfig
@@ -143,7 +143,7 @@ def train(
     torch._dynamo.reset()
     counters.clear()
     if isinstance(world, MeshWorld) and "compile" in case:
-        compile_blocks(model, case["compile"])
+        compile_model(model, is_shared=True, backend=case["compile"])
     apply_recompute(model, case.get("recompute", "none"))
     spread = parallelize(model, world)
     materialize(spread.model, world.device)

@@ -95,7 +95,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 MORE_COMPILED: dict[str, dict[str, Any]] = {
     "zero 2, recomputed, compiled": {"parallel": {"zero": 2}, "recompute": "full"},
-    "zero 3, partly recomputed, compiled": {"parallel": {"zero": 3}, "recompute": "selective"},
+    "zero 3, recomputed, compiled": {"parallel": {"zero": 3}, "recompute": "full"},
     "zero 3, compiled by inductor": {"parallel": {"zero": 3}, "compile": "inductor"},
     "tp 2, recomputed, compiled by inductor": {"parallel": {"tp": 2}, "recompute": "full", "compile": "inductor"},
     "pp 2, compiled": {"parallel": {"pp": 2}},
