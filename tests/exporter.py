@@ -1,4 +1,4 @@
-"""torch's exporter to ONNX in tests: a conftest that imports the fixture has it for all tests beside it."""
+"""torch's exporter to ONNX in tests: the conftest of all has the fixture."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from penjing.compress.run import run_recipe
-from tests.exporter import one_table_of_translators  # noqa: F401  # a fixture for all
 from tests.figures import figures_without_ink  # noqa: F401
 
 WriteRecipe = Callable[[Path, Path], Path]
