@@ -328,8 +328,7 @@ class _Run:
         freeze(model, self.recipe.freeze, self.recipe.optimizer.groups)
         memory = self.recipe.memory
         if compiled:
-            recompute = memory.recompute != "none" or bool(memory.recompute_rules)
-            compile_model(model, is_shared=isinstance(self.world, MeshWorld), recompute=recompute)
+            compile_model(model, is_shared=isinstance(self.world, MeshWorld), recompute=memory.kinds != {"none"})
         apply_recompute(model, memory.recompute, memory.recompute_rules)
         return model
 

@@ -60,7 +60,9 @@ def _number_by_kind(model: Decoder) -> None:
 
 @functools.cache
 def _compiled(original: type[nn.Module], backend: str) -> type[nn.Module]:
-    compiled = torch.compile(original.forward, backend=backend)
+    # Layers of unlike widths have a graph each, in training and in evaluation; by itself torch stops at eight.
+    limit: Any = {"recompile_limit": 256}  # which torch's overloads do not name
+    compiled = torch.compile(original.forward, backend=backend, **limit)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return compiled(self, *args, **kwargs)

@@ -107,6 +107,11 @@ class MemoryConfig(Config):
         default=None, description='Bytes of one process, such as "6GiB"; by default 90 % of what is free.'
     )
 
+    @property
+    def kinds(self) -> set[Recompute]:
+        """What blocks may compute again, "none" too."""
+        return {self.recompute, *(rule.recompute for rule in self.recompute_rules)}
+
     @field_validator("limit")
     @classmethod
     def _is_size(cls, value: str | None) -> str | None:
@@ -206,10 +211,7 @@ class RunRecipe(Config):
     @field_validator("memory")
     @classmethod
     def _compiler_chooses(cls, value: MemoryConfig, info: ValidationInfo) -> MemoryConfig:
-        if info.data.get("compile") and "selective" in (
-            value.recompute,
-            *(rule.recompute for rule in value.recompute_rules),
-        ):
+        if info.data.get("compile") and "selective" in value.kinds:
             raise ValueError(
                 "compile chooses itself what is cheap to compute again; write recompute = 'none' or 'full', "
                 "or compile = false"

@@ -84,3 +84,10 @@ def test_layers_that_see_unlike_have_a_graph_each() -> None:
     model = Decoder(tiny_config(model_type="qwen2", **kinds))
     learn(compiled(model), torch.arange(12).view(2, 6))
     assert graphs() == 2
+
+
+def test_more_unlike_layers_than_torch_compiles_by_itself_have_a_graph_each() -> None:
+    widths = tuple(range(16, 96, 8))
+    model = Decoder(tiny_config(num_hidden_layers=len(widths), intermediate_size=widths[-1], intermediate_sizes=widths))
+    learn(compiled(model), torch.arange(12).view(2, 6))
+    assert graphs() == len(widths) > torch._dynamo.config.recompile_limit
