@@ -53,12 +53,12 @@ class MessageWriter(Writer):
         if not self._begun:
             self._begun = True
             events.append({"type": "message_start", "message": self.whole()})
-        if said.text:
-            events += self._say(said.text)
-        for call in said.calls:
-            if "id" in call:
-                events += self._close() + self._call(call["id"], call["function"]["name"])
-            events += self._write(call["function"]["arguments"])
+        if isinstance(said.part, str):
+            events += self._say(said.part) if said.part else []
+        else:
+            if "id" in said.part:
+                events += self._close() + self._call(said.part["id"], said.part["function"]["name"])
+            events += self._write(said.part["function"]["arguments"])
         if said.reason is not None:
             events += self._close() + self._end(said.reason)
         return events

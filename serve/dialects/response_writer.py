@@ -37,12 +37,12 @@ class ResponseWriter(Writer):
             events.append(self._event("in_progress", response=self.whole()))
         if self._body.wants_logprobs:
             self._unsaid += _tokens(of_chat(said.logprobs, self._body.top_logprobs or 0))
-        if said.text:
-            events += self._say(said.text)
-        for call in said.calls:
-            if "id" in call:
-                events += self._close("completed") + self._call(call["id"], call["function"]["name"])
-            events += self._write(call["function"]["arguments"])
+        if isinstance(said.part, str):
+            events += self._say(said.part) if said.part else []
+        else:
+            if "id" in said.part:
+                events += self._close("completed") + self._call(said.part["id"], said.part["function"]["name"])
+            events += self._write(said.part["function"]["arguments"])
         if said.reason is not None:
             events += self._end(said.reason)
         return events

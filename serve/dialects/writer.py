@@ -14,17 +14,16 @@ from starlette.responses import JSONResponse, Response
 from penjing.serve.front.answers import Ask, Events, answer
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.logprobs import Entry
-from penjing.serve.front.tools import CallReader
+from penjing.serve.front.tools import CallReader, Part
 from penjing.serve.gate.errors import ApiError
 
 
 @dataclass
 class Said:
-    """What is new: text to show, calls of tools, and at the end why it ends. A call has an `id` where it begins; what
-    comes later of its arguments has none. It is complete when the next thing comes."""
+    """What is new: text to show or a call of a tool, and at the end why it ends. A call has an `id` where it begins;
+    what comes later of its arguments has none. It is complete when the next thing comes."""
 
-    text: str
-    calls: list[dict[str, Any]]
+    part: Part
     logprobs: list[Entry]
     reason: str | None
 
@@ -71,13 +70,12 @@ async def _said(
     reader = CallReader(partial=ask.stream) if tools else None
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
-            text, reason, calls = chunk.text, chunk.finish_reason, []
+            text, reason = chunk.text, chunk.finish_reason
             if reason is not None and shown is not None:
                 text = shown(text)
-            if reader is not None:
-                piece = reader.push(text, last=reason is not None)
-                text, calls = piece.text, piece.calls
-            yield Said(text, calls, chunk.logprobs, reason)
+            parts = [text] if reader is None else reader.push(text, last=reason is not None) or [""]
+            for number, part in enumerate(parts, 1):
+                yield Said(part, chunk.logprobs if number == 1 else [], reason if number == len(parts) else None)
 
 
 async def _events(

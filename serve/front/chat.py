@@ -17,7 +17,7 @@ from penjing.serve.front.answers import DONE, Ask, Events, answer, event, openin
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import ChatBody, read_body
 from penjing.serve.front.logprobs import of_chat
-from penjing.serve.front.tools import CallReader
+from penjing.serve.front.tools import CallReader, apart
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 
@@ -79,9 +79,10 @@ async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBod
             logprobs = of_chat(chunk.logprobs, body.top_logprobs or 0) if "logprobs" in ask.sampling else None
             message: dict[str, Any] = {"role": "assistant", "content": chunk.text, "refusal": None}
             reason = chunk.finish_reason
-            if body.offered and (piece := CallReader().push(chunk.text, last=True)).calls:
-                calls = [{name: value for name, value in call.items() if name != "index"} for call in piece.calls]
-                message |= {"content": piece.text or None, "tool_calls": calls}
+            text, calls = apart(CallReader().push(chunk.text, last=True)) if body.offered else ("", [])
+            if calls:
+                calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+                message |= {"content": text or None, "tool_calls": calls}
                 reason = "tool_calls" if reason == "stop" else reason
             choices[chunk.index] = {
                 "index": chunk.index,
@@ -109,8 +110,7 @@ async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBo
             text, calls, reason = chunk.text, [], chunk.finish_reason
             if body.offered:
                 reader = readers[chunk.index]
-                piece = reader.push(text, last=reason is not None)
-                text, calls = piece.text, piece.calls
+                text, calls = apart(reader.push(text, last=reason is not None))
                 reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
             if text or chunk.logprobs:
                 logprobs = json.dumps(of_chat(chunk.logprobs, body.top_logprobs or 0)) if chunk.logprobs else "null"

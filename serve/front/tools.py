@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -16,12 +16,8 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\
 """What stands before a call's arguments; a call of another form waits for its end."""
 
 
-@dataclass
-class Piece:
-    """What new text is: text to show, and calls: complete ones, or what is new of them, as OpenAI's streams have it."""
-
-    text: str
-    calls: list[dict[str, Any]]
+Part = str | dict[str, Any]
+"""Of an answer: text to show; or a call, a complete one or what is new of it, as OpenAI's streams have it."""
 
 
 class CallReader:
@@ -41,12 +37,12 @@ class CallReader:
         self._calling = False
         self.num_calls = 0
 
-    def push(self, text: str, *, last: bool = False) -> Piece:
-        """New text; what it makes complete. `last`: none comes after it."""
+    def push(self, text: str, *, last: bool = False) -> list[Part]:
+        """New text; what it makes complete, in its order. `last`: none comes after it."""
         self._text += text
-        piece = Piece("", [])
+        parts: list[Part] = []
         while True:
-            if self._calling and self._partial and self._shows(piece):
+            if self._calling and self._partial and self._shows(parts):
                 if self._calling:
                     break
                 continue
@@ -56,43 +52,45 @@ class CallReader:
                 body, rest = self._text[:end], self._text[end + len(CALL_END) :]
                 call = _call(body, self.num_calls)
                 if call is None:
-                    piece.text += CALL_BEGIN + body + CALL_END
+                    _say(parts, CALL_BEGIN + body + CALL_END)
                 else:
-                    piece.calls.append(call)
+                    parts.append(call)
                     self.num_calls += 1
                 self._text, self._calling = rest, False
                 continue
             before, mark, rest = self._text.partition(CALL_BEGIN)
             if not mark:
                 break
-            piece.text += self._said(before)
+            _say(parts, self._said(before))
             self._text, self._calling = rest, True
         if last and self._arguments is not None:  # half of the call has been shown: more there is not
             self._text, self._calling, self._arguments = "", False, None
         elif last:  # a call that was cut off is text, which the client may look at
-            piece.text += CALL_BEGIN + self._text if self._calling else self._said(self._text)
+            _say(parts, CALL_BEGIN + self._text if self._calling else self._said(self._text))
             self._text, self._calling = "", False
         elif not self._calling:
             held = _held_back(self._text)
-            piece.text += self._said(self._text[: len(self._text) - held])
+            _say(parts, self._said(self._text[: len(self._text) - held]))
             self._text = self._text[len(self._text) - held :]
-        return piece
+        return parts
 
-    def _shows(self, piece: Piece) -> bool:
-        """Add to `piece` what is new of a call whose arguments have begun; whether they have."""
+    def _shows(self, parts: list[Part]) -> bool:
+        """Add to `parts` what is new of a call whose arguments have begun; whether they have."""
         if self._arguments is None:
             head = _HEAD.match(self._text)
             name = None if head is None else _text_of(head[1])
             if head is None or name is None:
                 return False
-            piece.calls.append(_begun(self.num_calls, name))
+            parts.append(_begun(self.num_calls, name))
             self.num_calls += 1
             self._arguments, self._text = _ObjectEnd(), self._text[head.end() :]
         length = self._arguments.find(self._text)
         if length:
-            if not piece.calls or piece.calls[-1]["index"] != self.num_calls - 1:
-                piece.calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
-            piece.calls[-1]["function"]["arguments"] += self._text[:length]
+            grown = parts[-1] if parts else None
+            if not isinstance(grown, dict) or grown["index"] != self.num_calls - 1:
+                grown = {"index": self.num_calls - 1, "function": {"arguments": ""}}
+                parts.append(grown)
+            grown["function"]["arguments"] += self._text[:length]
             self._text = self._text[length:]
         if self._arguments.found:
             _, mark, rest = self._text.partition(CALL_END)
@@ -103,6 +101,19 @@ class CallReader:
     def _said(self, text: str) -> str:
         """`text` to show; line breaks between calls are not."""
         return "" if self.num_calls and not text.strip() else text
+
+
+def apart(parts: Sequence[Part]) -> tuple[str, list[dict[str, Any]]]:
+    """The text and the calls of an answer whose form keeps them apart, as a chat's does."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [part for part in parts if not isinstance(part, str)]
+
+
+def _say(parts: list[Part], text: str) -> None:
+    if text and parts and isinstance(parts[-1], str):
+        parts[-1] += text
+    elif text:
+        parts.append(text)
 
 
 class _ObjectEnd:

@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penjing.serve.front.tools import CallReader
+from penjing.serve.front.tools import CallReader, Part, apart
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "a <b> ü"}}\n</tool_call>'
 
 
 def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     reader = CallReader()
-    found = [reader.push(piece) for piece in pieces] + [reader.push("", last=True)]
-    calls = [call for each in found for call in each.calls]
+    text, calls = apart([part for piece in pieces for part in reader.push(piece)] + reader.push("", last=True))
     assert [call["index"] for call in calls] == list(range(len(calls)))
     assert len({call["id"] for call in calls}) == len(calls)
-    text = "".join(each.text for each in found)
     return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
@@ -55,9 +53,10 @@ def streamed(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     reader = CallReader(partial=True)
     text, calls = "", list[list[str]]()
     for found in [reader.push(piece) for piece in pieces] + [reader.push("", last=True)]:
-        text += found.text
-        assert len({delta["index"] for delta in found.calls}) == len(found.calls)
-        for delta in found.calls:
+        said, deltas = apart(found)
+        text += said
+        assert len({delta["index"] for delta in deltas}) == len(deltas)
+        for delta in deltas:
             if "id" in delta:
                 assert (delta["index"], delta["type"]) == (len(calls), "function")
                 calls.append([delta["function"]["name"], ""])
@@ -67,15 +66,21 @@ def streamed(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     return text, [(name, arguments) for name, arguments in calls]
 
 
+def called(parts: list[Part]) -> dict[str, Any]:
+    (part,) = parts
+    assert isinstance(part, dict)
+    return part
+
+
 def test_a_call_is_shown_as_it_is_written() -> None:
     reader = CallReader(partial=True)
-    assert reader.push('I say <tool_call>\n{"name": "lo').text == "I say "
-    assert not reader.push('ok", "arguments": ').calls
-    (begun,) = reader.push('{"at').calls
+    assert reader.push('I say <tool_call>\n{"name": "lo') == ["I say "]
+    assert not reader.push('ok", "arguments": ')
+    begun = called(reader.push('{"at'))
     assert (begun["function"], begun["type"]) == ({"name": "look", "arguments": '{"at'}, "function")
-    assert reader.push('": "}\\"').calls == [{"index": 0, "function": {"arguments": '": "}\\"'}}]
-    assert reader.push('</tool_call>"}}').calls == [{"index": 0, "function": {"arguments": '</tool_call>"}'}}]
-    (second,) = reader.push('\n</tool_call>\n<tool_call>{"name": "b", "arguments": {}}</tool_call>', last=True).calls
+    assert reader.push('": "}\\"') == [{"index": 0, "function": {"arguments": '": "}\\"'}}]
+    assert reader.push('</tool_call>"}}') == [{"index": 0, "function": {"arguments": '</tool_call>"}'}}]
+    second = called(reader.push('\n</tool_call>\n<tool_call>{"name": "b", "arguments": {}}</tool_call>', last=True))
     assert (second["index"], second["function"]) == (1, {"name": "b", "arguments": "{}"})
 
 

@@ -45,12 +45,12 @@ def pieces_of(parts: list[Any], reason: str) -> list[Said]:
     found: list[Said] = []
     for part in parts:
         if isinstance(part, str):
-            found.append(Said(part, [], [], None))
+            found.append(Said(part, [], None))
             continue
-        found.append(Said("", [CALL | {"function": {"name": "look", "arguments": ARGUMENTS[:part]}}], [], None))
+        found.append(Said(CALL | {"function": {"name": "look", "arguments": ARGUMENTS[:part]}}, [], None))
         if rest := ARGUMENTS[part:]:
-            found.append(Said("", [{"index": 0, "function": {"arguments": rest}}], [], None))
-    return [*found, Said("", [], [], reason)]
+            found.append(Said({"index": 0, "function": {"arguments": rest}}, [], None))
+    return [*found, Said("", [], reason)]
 
 
 def text_and_calls(output: list[dict[str, Any]]) -> list[str]:
@@ -125,21 +125,21 @@ def test_a_call_is_streamed_as_it_is_written(word: str) -> None:
 
 def test_a_call_that_is_cut_off_is_incomplete_and_one_that_is_whole_is_not() -> None:
     for size, status in ((4, "incomplete"), (len(ARGUMENTS), "completed")):
-        (begun,) = (said for said in pieces_of([size], "length") if said.calls and "id" in said.calls[0])
+        (begun,) = (said for said in pieces_of([size], "length") if "id" in said.part)
         writer = ResponseWriter(asked(), ResponseBody(model="a", input="b"))
         writer.push(begun)
-        events = writer.push(Said("", [], [], "length"))
+        events = writer.push(Said("", [], "length"))
         assert (events[1]["item"]["status"], events[1]["item"]["arguments"]) == (status, ARGUMENTS[:size])
         assert writer.whole()["status"] == "incomplete"
         message = MessageWriter(asked(), StopText(()))
         message.push(begun)
-        message.push(Said("", [], [], "length"))
+        message.push(Said("", [], "length"))
         assert message.whole()["content"][0]["input"] == ({} if size == 4 else {"at": 1})
 
 
 def test_a_response_that_fails_says_so_as_its_last_event() -> None:
     writer = ResponseWriter(asked(), ResponseBody(model="a", input="b"))
-    writer.push(Said("some", [], [], None))
+    writer.push(Said("some", [], None))
     events = writer.failed(ApiError(503, "The model went away; ask again.", code="not_ready"))
     for event in events:
         EVENTS.validate_python(event)
