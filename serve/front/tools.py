@@ -35,6 +35,7 @@ class CallReader:
         self._arguments: _ObjectEnd | None = None  # of a call that is being shown
         self._text = ""
         self._calling = False
+        self._blank: str | None = None  # directly behind a call: what came there that is only blank
         self.num_calls = 0
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
@@ -52,25 +53,24 @@ class CallReader:
                 body, rest = self._text[:end], self._text[end + len(CALL_END) :]
                 call = _call(body, self.num_calls)
                 if call is None:
-                    _say(parts, CALL_BEGIN + body + CALL_END)
+                    self._say(parts, CALL_BEGIN + body + CALL_END)
                 else:
-                    parts.append(call)
-                    self.num_calls += 1
+                    self._call(parts, call)
                 self._text, self._calling = rest, False
                 continue
             before, mark, rest = self._text.partition(CALL_BEGIN)
             if not mark:
                 break
-            _say(parts, self._said(before))
+            self._say(parts, before)
             self._text, self._calling = rest, True
         if last and self._arguments is not None:  # half of the call has been shown: more there is not
             self._text, self._calling, self._arguments = "", False, None
         elif last:  # a call that was cut off is text, which the client may look at
-            _say(parts, CALL_BEGIN + self._text if self._calling else self._said(self._text))
+            self._say(parts, CALL_BEGIN + self._text if self._calling else self._text)
             self._text, self._calling = "", False
         elif not self._calling:
             held = _held_back(self._text)
-            _say(parts, self._said(self._text[: len(self._text) - held]))
+            self._say(parts, self._text[: len(self._text) - held])
             self._text = self._text[len(self._text) - held :]
         return parts
 
@@ -81,8 +81,7 @@ class CallReader:
             name = None if head is None else _text_of(head[1])
             if head is None or name is None:
                 return False
-            parts.append(_begun(self.num_calls, name))
-            self.num_calls += 1
+            self._call(parts, _begun(self.num_calls, name))
             self._arguments, self._text = _ObjectEnd(), self._text[head.end() :]
         length = self._arguments.find(self._text)
         if length:
@@ -98,22 +97,28 @@ class CallReader:
                 self._text, self._calling, self._arguments = rest, False, None
         return True
 
-    def _said(self, text: str) -> str:
-        """`text` to show; line breaks between calls are not."""
-        return "" if self.num_calls and not text.strip() else text
+    def _say(self, parts: list[Part], text: str) -> None:
+        """Add text to show. Line breaks behind a call are shown once more text comes: before another call, and at the
+        end, they are none of the answer's words."""
+        if self._blank is not None:
+            text = self._blank + text
+            self._blank = None if text.strip() else text
+        if self._blank is None and text:
+            if parts and isinstance(parts[-1], str):
+                parts[-1] += text
+            else:
+                parts.append(text)
+
+    def _call(self, parts: list[Part], call: dict[str, Any]) -> None:
+        parts.append(call)
+        self.num_calls += 1
+        self._blank = ""
 
 
 def apart(parts: Sequence[Part]) -> tuple[str, list[dict[str, Any]]]:
     """The text and the calls of an answer whose form keeps them apart, as a chat's does."""
     text = "".join(part for part in parts if isinstance(part, str))
     return text, [part for part in parts if not isinstance(part, str)]
-
-
-def _say(parts: list[Part], text: str) -> None:
-    if text and parts and isinstance(parts[-1], str):
-        parts[-1] += text
-    elif text:
-        parts.append(text)
 
 
 class _ObjectEnd:

@@ -74,7 +74,7 @@ def streamed(front: ScriptedFront, path: str) -> Said:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@given(st.lists(st.sampled_from(["Hi.", "ok", CALL]), min_size=1, max_size=5), st.data())
+@given(st.lists(st.sampled_from(["Hi there. ", "ok", "\n", CALL, CALL + "\n"]), min_size=1, max_size=5), st.data())
 def test_a_stream_says_what_the_whole_answer_says(
     front: ScriptedFront, path: str, parts: list[str], data: st.DataObject
 ) -> None:
