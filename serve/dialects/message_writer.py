@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from penjing.serve.dialects.writer import Said, Writer
 from penjing.serve.front.answers import Ask
+from penjing.serve.front.finite import finite
 from penjing.serve.gate.errors import ApiError
 
 Event = dict[str, Any]
@@ -113,8 +114,8 @@ class MessageWriter(Writer):
     def _close(self) -> list[Event]:
         """End the open block, if there is one."""
         if self._input is not None:
-            text, self._input = "".join(self._input), None
-            self._content[-1] |= {"input": from_json(text, allow_partial=True) if text else {}}  # one may be cut off
+            self._content[-1] |= {"input": _read("".join(self._input))}
+            self._input = None
             return [self._stopped()]
         if self._text is None:
             return []
@@ -146,3 +147,12 @@ class MessageWriter(Writer):
             {"type": "message_delta", "delta": self._ending, "usage": self._usage()},
             {"type": "message_stop"},
         ]
+
+
+def _read(arguments: str) -> Any:
+    """Arguments of a call, which may be cut off. What is no JSON, or has numbers too long to be read, comes in streams
+    alone, whose client reads it by itself."""
+    try:
+        return finite(from_json(arguments, allow_partial=True))
+    except ValueError:
+        return {}

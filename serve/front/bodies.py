@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from penjing.core.errors import RequestError
+from penjing.serve.front.finite import finite, is_finite
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from penjing.serve.sight.wire import from_data_url
@@ -229,7 +230,7 @@ class ChatMessage(Part):
 def _arguments(call: ToolCall) -> Any:
     """Templates write arguments by themselves, from an object."""
     try:
-        return from_json(call.function.arguments)
+        return finite(from_json(call.function.arguments))
     except ValueError:
         return call.function.arguments
 
@@ -353,6 +354,8 @@ def read_body(kind: type[B], content_type: str, body: bytes) -> B:
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    if not is_finite(values, body):
+        raise ApiError(400, "The body has a number that 64-bit floating point cannot hold.", code="invalid_json")
     if NUL.search(body):
         raise ApiError(400, "The body has a NUL character, which no text has.", code="invalid_json")
     try:

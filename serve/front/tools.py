@@ -16,6 +16,10 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\
 """What stands before a call's arguments; a call of another form waits for its end."""
 
 
+_NAME = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+"""What stands before a value in an object."""
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
+
 Part = str | dict[str, Any]
 """Of an answer: text to show; or a call, a complete one or what is new of it, as OpenAI's streams have it."""
 
@@ -177,13 +181,23 @@ def _held_back(text: str) -> int:
 
 def _call(body: str, index: int) -> dict[str, Any] | None:
     try:
-        value = from_json(body.strip())
+        value = from_json(body.strip(), allow_inf_nan=False)
     except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = json.dumps(value.get("arguments", {}), ensure_ascii=False)
-    return _begun(index, value["name"], arguments)
+    return _begun(index, value["name"], _source(body, "arguments") or "{}")
+
+
+def _source(text: str, name: str) -> str | None:
+    """How the value of `name` is written in `text`, an object in JSON: read and written again, numbers would lose
+    digits. Of several values the last one counts."""
+    found, place = None, text.index("{") + 1
+    while (entry := _NAME.match(text, place)) is not None:
+        _, place = _DECODER.raw_decode(text, entry.end())
+        if _text_of(entry[1]) == name:
+            found = text[entry.end() : place]
+    return found
 
 
 def _begun(index: int, name: str, arguments: str = "") -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penjing.serve.front.bodies import ChatBody
 from tests.serve.front.scripted import ScriptedFront
 
 USER = [{"role": "user", "content": "hi"}]
@@ -93,3 +96,41 @@ def test_text_before_and_behind_a_call_keeps_its_place(front: ScriptedFront, pat
     at = text.index("1}")
     front.script.pieces = [text[:at], text[at:]]
     assert streamed(front, path) == said
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "0.1234567890123456789", "1e5"])
+def test_arguments_are_shown_as_the_model_has_written_them(front: ScriptedFront, number: str) -> None:
+    front.script.pieces = list(CALL.replace("1", number))
+    for path in BODIES:
+        said = [("call", f'{{"x": {number}}}')]
+        assert streamed(front, path)[-1:] == said
+        if path == MESSAGES:
+            (block,) = front.ask(path, BODIES[path] | {"model": "m"}).json["content"]
+            nearest = max(-sys.float_info.max, min(float(number), sys.float_info.max))
+            assert block["input"] == {"x": nearest}
+        else:
+            assert whole(front, path)[-1:] == said
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, '"\\ud83d"', "NaN"], ids=["long", "half", "none"])
+def test_a_stream_goes_on_behind_arguments_that_cannot_be_read(front: ScriptedFront, value: str) -> None:
+    front.script.pieces = list(CALL.replace("1", value))
+    for path in BODIES:
+        assert streamed(front, path)[-1:] == [("call", f'{{"x": {value}}}')]
+        assert front.ask(path, BODIES[path] | {"model": "m"}).status == 200
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 309 + ".0", "9" * 300 + "e10"], ids=range(4))
+def test_a_body_has_finite_numbers_alone(front: ScriptedFront, number: str) -> None:
+    for path in BODIES:
+        body = json.dumps(BODIES[path] | {"model": "m", "tool_choice": "none"}).replace('"number"', number)
+        answer = front.ask(path, raw=body.encode())
+        assert answer.status == 400
+        assert "64-bit floating point" in answer.json["error"]["message"]
+
+
+def test_a_call_of_before_may_have_any_numbers() -> None:
+    function = {"name": "f", "arguments": '{"x": [1e999]}'}
+    message = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    (asked,) = ChatBody(model="m", messages=[message]).messages  # type: ignore[list-item]
+    assert asked.rendered()["tool_calls"][0]["function"]["arguments"] == {"x": [sys.float_info.max]}

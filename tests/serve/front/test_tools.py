@@ -39,6 +39,8 @@ LOOK = ("look", '{"at": "a <b> ü"}')
         ("<tool_call>\nno JSON\n</tool_call>", "<tool_call>\nno JSON\n</tool_call>", []),
         ('<tool_call>\n{"name": "lo', '<tool_call>\n{"name": "lo', []),
         ('<tool_call>{"name": "look"}</tool_call>', "", [("look", "{}")]),
+        ('<tool_call>{"arguments": {"a": 1, "a":  1e0}, "name": "f"}</tool_call>', "", [("f", '{"a": 1, "a":  1e0}')]),
+        ('<tool_call>{"name": "f", "arguments": 1, "arguments" : "x"}</tool_call>', "", [("f", '"x"')]),
         ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
         (QUOTING + "\n" + CALL, "", [("say", '{"it": "a </tool_call> b"}'), LOOK]),
         ('<tool_call>{"name": </tool_call> x', '<tool_call>{"name": </tool_call> x', []),
