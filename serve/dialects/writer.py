@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from penjing.serve.front.answers import Ask, Events, answer
+from penjing.serve.front.answers import Ask, Events, answer, in_stream
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.logprobs import Entry
 from penjing.serve.front.tools import CallReader, Part
@@ -88,11 +88,10 @@ async def _events(
                 if events := writer.push(said):
                     yield _written(events)
                     begun = True
-    except ApiError as error:
+    except Exception as error:
         if not begun:  # it still has a status of its own
             raise
-        ask.exchange.reason = error.code or ""
-        yield _written(writer.failed(error))
+        yield _written(writer.failed(in_stream(error, ask.exchange)))
 
 
 def _written(events: list[dict[str, Any]]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -17,11 +18,13 @@ from penjing.serve.client.wire_text import Chunk
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.upstream import Upstream
 from penjing.serve.gate.config import FrontModel
-from penjing.serve.gate.errors import ApiError, translated
+from penjing.serve.gate.errors import ApiError, failed, translated
 from penjing.serve.gate.guard import Exchange, Receive, Send
 from penjing.serve.sampling.params import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
+
+log = logging.getLogger("penjing.front")
 
 
 @dataclass
@@ -190,15 +193,24 @@ class Events(Response):
             async with aclosing(self._rest) as rest:
                 async for event in rest:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-        except ApiError as error:
-            scope["state"]["exchange"].reason = error.code or ""
-            await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n", "more_body": True})
+        except Exception as error:
+            told = in_stream(error, scope["state"]["exchange"])
+            await send({"type": "http.response.body", "body": b"data: " + told.body + b"\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     @classmethod
     async def of(cls, events: AsyncGenerator[bytes, None]) -> Events:
         """The response of `events`, once the first has come: what fails before has a status of its own."""
         return cls(await anext(events), events)
+
+
+def in_stream(error: Exception, exchange: Exchange) -> ApiError:
+    """What a client is told of an error once its answer has begun; a defect of ours is logged."""
+    if not isinstance(error, ApiError):
+        log.error("request %s failed", exchange.request_id, exc_info=error)
+        error = failed()
+    exchange.reason = error.code or ""
+    return error
 
 
 def opening(head: dict[str, Any], ask: Ask) -> bytes:

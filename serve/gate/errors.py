@@ -86,6 +86,11 @@ def draining() -> ApiError:
     return ApiError(503, "The server is shutting down; ask another one.", code="draining", retry_after=START_SECONDS)
 
 
+def failed() -> ApiError:
+    """A defect of ours: the log says which, and the client gets no traceback."""
+    return ApiError(500, "The server failed on this request.", code="internal_error")
+
+
 def translated(error: PenjingError, hidden: dict[str, str]) -> ApiError:
     """The answer to a client for what our own client raised.
 

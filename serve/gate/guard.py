@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from penjing.serve.access.limits import Account
 from penjing.serve.gate.admission import Admission
 from penjing.serve.gate.config import FrontConfig
-from penjing.serve.gate.errors import RETRY_SECONDS, ApiError, draining
+from penjing.serve.gate.errors import RETRY_SECONDS, ApiError, draining, failed
 
 Stages = tuple[float, float, float]
 """Queue, prefill and decode."""
@@ -147,9 +147,10 @@ class Guard:
             await answer.send_error(error)
         except _GoneError:
             exchange.status = LEFT
-        except Exception:  # a defect of ours: it is logged, and the client gets no traceback
+        except Exception:
             log.exception("request %s failed", exchange.request_id)
-            await answer.send_error(ApiError(500, "The server failed on this request.", code="internal_error"))
+            if not answer.complete:  # else the application has told the client
+                await answer.send_error(failed())
         finally:
             self.num_running -= 1
             self._held -= exchange.held

@@ -25,7 +25,7 @@ from penjing.serve.front.embeddings import EmbeddingBody, answer_embeddings
 from penjing.serve.front.figures import figures
 from penjing.serve.front.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from penjing.serve.gate.config import FrontJob, FrontModel
-from penjing.serve.gate.errors import START_SECONDS, ApiError
+from penjing.serve.gate.errors import START_SECONDS, ApiError, failed
 from penjing.serve.gate.guard import Exchange, Guard, Message
 from penjing.serve.gate.log import log_exchange
 from penjing.serve.gate.traces import Traces, are_wanted
@@ -73,7 +73,11 @@ class Front:
         app = Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={ApiError: _tell, HTTPException: _tell_http},  # type: ignore[dict-item]
+            exception_handlers={  # type: ignore[dict-item]
+                ApiError: _tell,
+                HTTPException: _tell_http,
+                Exception: _tell_failure,
+            },
         )
         app.router.redirect_slashes = False
         self.guard = Guard(app, job.front, self._ended, self._sees, traced=self._traces is not None)
@@ -172,6 +176,11 @@ async def _tell(request: Request, error: ApiError) -> Response:
     exchange: Exchange = request.scope["state"]["exchange"]
     exchange.reason = error.code or ""
     return Response(error.told(exchange.path, exchange.request_id), error.status, error.headers, "application/json")
+
+
+async def _tell_failure(request: Request, error: Exception) -> Response:
+    """Of a defect, which is raised on to whoever logs it: without this the answer would be none of ours."""
+    return await _tell(request, failed())
 
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
