@@ -85,14 +85,14 @@ class ChatTemplate:
             return False
         return _PROBE in found and "'type'" not in found and '"type"' not in found
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of a conversation; encode it with `add_special=False`, since it has its begin-of-text.
 
         Args:
             messages: objects with `role` and `content` (text, or a list of `{"type": "text", "text": …}` parts; with
                 `{"type": "image"}` among them where `form` is not "text").
             add_generation_prompt: end with the beginning of the assistant's answer.
-            variables: further variables of the template, such as `enable_thinking`.
+            variables: further variables of the template, such as `enable_thinking`; a client may name them anything.
 
         Raises:
             RequestError: malformed messages, or a conversation that the template rejects.

@@ -96,6 +96,12 @@ def test_variables_reach_the_template() -> None:
     assert render("{{ enable_thinking }}{{ tools is none }}", enable_thinking=False) == "FalseTrue"
 
 
+def test_variables_may_have_any_names() -> None:
+    template = ChatTemplate("{{ messages | length }}{{ enable_thinking }}{{ values }}", "test")
+    names = {"self": 1, "messages": [], "values": 2, "enable_thinking": 3, "template": 4}
+    assert template.render([USER], **names) == "132"
+
+
 def test_parts_of_text_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"
