@@ -139,7 +139,7 @@ def first_token(engine: LLMEngine, crowd: int) -> float:
         waits.append(time.perf_counter() - started)
         while engine.is_active(name):
             engine.step()
-    engine.abort_all("abort")
+    engine.abort_all()
     return median(waits)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError, ServerError
+from penjing.core.errors import InputError
 from penjing.serve.engine.config import EngineConfig, with_defaults
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
@@ -31,7 +31,7 @@ def generate_stream(
 
     Raises:
         InputError: the folder is not a model, or has no chat template and `chat` is set.
-        RequestError: the prompt or the parameters do not fit the model.
+        RequestError: the prompt or the parameters do not fit the model, or the answer's form is too complex.
         ServerError: the model failed on this request.
     """
     engine = load_engine(folder, engine_config or EngineConfig(max_num_sequences=NUM_SEQUENCES))
@@ -43,8 +43,8 @@ def generate_stream(
     engine.add(Request("generate", prompt, params or SamplingParams(), add_special=not chat, images=images))
     while engine.has_work():
         for output in engine.step():
-            if output.finish_reason == "error":
-                raise ServerError(str(output.error))
+            if output.error is not None:
+                raise output.error
             yield output
 
 

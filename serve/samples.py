@@ -13,7 +13,7 @@ from typing import Any
 
 from penjing.core.artifact.lora import SETTINGS, TENSORS
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.errors import ConfigError, InputError, ServerError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, sha256_file
 from penjing.core.progress import Progress
 from penjing.serve.engine.config import EngineConfig
@@ -47,7 +47,7 @@ def sample_texts(
     Raises:
         ConfigError: greedy decoding, which gives one text.
         InputError: the folder is not a model, or `out` holds samples of another model, adapter, prompt or setting.
-        RequestError: the prompt or the settings do not fit the model.
+        RequestError: the prompt or the settings do not fit the model, or the texts' form is too complex.
         SetupError: disk full, no permission.
     """
     if sampling.get("temperature", 1.0) == 0:
@@ -81,8 +81,8 @@ def sample_texts(
             engine.add(Request(str(index), text, params, add_special=not chat))
             answers[index] = ""
         for output in engine.step():
-            if output.finish_reason == "error":
-                raise ServerError(str(output.error))
+            if output.error is not None:
+                raise output.error
             index = int(output.request_id)
             answers[index] += output.text
             if output.finish_reason is not None:

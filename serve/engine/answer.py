@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from penjing.core.errors import PenjingError
 from penjing.core.text.detokenizer import IncrementalDetokenizer
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.request import FinishReason, Logprob, RequestOutput, Stages
@@ -155,7 +156,7 @@ class Answer:
             output.text = text
         return output
 
-    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+    def end(self, reason: FinishReason, error: PenjingError | None = None) -> RequestOutput:
         """The last output of an answer that ends from outside (cancelled or failed)."""
         output = self._output()
         output.error = error

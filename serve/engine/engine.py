@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penjing.core.errors import BrokenEngineError, OverloadedError, PenjingError, RequestError
+from penjing.core.errors import BrokenEngineError, OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.engine.adapters import AdapterRunner, Adapters
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.blocks import BlockManager
@@ -149,15 +149,15 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now; its blocks are free. The last outputs of its sequences; none if it is unknown."""
-        return self._end_all(list(self._active.get(request_id, ())), "abort", None)
+        return self._end_all(list(self._active.get(request_id, ())))
 
-    def abort_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+    def abort_all(self, error: PenjingError | None = None) -> list[RequestOutput]:
         """End every request. After an error the scheduler starts afresh: its state is not to be trusted."""
-        if reason == "error":
+        if error is not None:
             self.forget()
             for sequence in self._answers:  # what they hold belongs to the old one
                 sequence.block_table, sequence.forks = [], []
-        return self._end_all([s for sequences in self._active.values() for s in sequences], reason, error)
+        return self._end_all([s for sequences in self._active.values() for s in sequences], error)
 
     def forget(self) -> None:
         """Start with a fresh scheduler, which keeps no prefix of earlier prompts; its figures go on."""
@@ -249,14 +249,14 @@ class LLMEngine:
         failed = {sequence for sequence, choice in zip(ready, choices, strict=True) if choice.token == NOT_FINITE}
         if failed:
             # They end before their blocks are published: nobody else shall find these keys and values.
-            outputs += self._end_all(list(failed), "error", NOT_FINITE_WORDS)
+            outputs += self._end_all(list(failed), ServerError(NOT_FINITE_WORDS))
             chunks = [chunk for chunk in batch.chunks if chunk.sequence not in failed]
             batch = Batch(chunks, sum(chunk.num_tokens for chunk in chunks))
         self.scheduler.advance(batch)
         for sequence, error in errors.items():
             if error is not None and sequence not in failed:
                 failed.add(sequence)
-                outputs += self._end_all([sequence], "error", str(error))
+                outputs += self._end_all([sequence], error)
         now = time.monotonic()
         for number, sequence, choice in zip(numbers, ready, choices, strict=True):
             if sequence in failed:
@@ -293,12 +293,12 @@ class LLMEngine:
                         constraint.fill()
                 except RequestError as error:
                     del going[sequence]
-                    outputs += self._end_all([sequence], "error", str(error))
+                    outputs += self._end_all([sequence], error)
             wanted = [self._answers[sequence].wanted() for sequence in going]
             choices = choose_rows(wanted, scores, [row + depth for row in going.values()])
             for sequence, choice in zip(going, choices, strict=True):
                 if choice.token == NOT_FINITE:
-                    outputs += self._end_all([sequence], "error", NOT_FINITE_WORDS)
+                    outputs += self._end_all([sequence], ServerError(NOT_FINITE_WORDS))
                     continue
                 self._num_accepted_tokens += 1
                 if self.speculation is not None:
@@ -355,7 +355,7 @@ class LLMEngine:
                 raise
             except Exception as own_error:
                 message = f"the model failed on this request: {type(own_error).__name__}: {own_error}"
-                outputs += self._end_all([chunk.sequence], "error", message)
+                outputs += self._end_all([chunk.sequence], ServerError(message))
         if all(output.finish_reason == "error" for output in outputs):
             log.error("no sequence of the batch could be computed alone; the first failure was: %s", error)
         return outputs
@@ -365,10 +365,10 @@ class LLMEngine:
         try:
             output = answer.push(choice)
         except PenjingError as error:  # the answer cannot be held to its form
-            return self._end_all([sequence], "error", str(error))[0]
+            return self._end_all([sequence], error)[0]
         except Exception as error:  # sampling or detokenizing one answer must not end the others
             log.exception("sampling for request %s failed", sequence.request_id)
-            return self._end_all([sequence], "error", f"sampling failed: {type(error).__name__}: {error}")[0]
+            return self._end_all([sequence], ServerError(f"sampling failed: {type(error).__name__}: {error}"))[0]
         self._num_generated_tokens += 1
         if answer.last_token_time is None:
             self.samples.time_to_first_token_seconds.append(now - answer.arrival_time)
@@ -380,10 +380,10 @@ class LLMEngine:
             self._forget(sequence, output.finish_reason)
         return output
 
-    def _end_all(self, sequences: list[Sequence], reason: FinishReason, error: str | None) -> list[RequestOutput]:
-        outputs = []
+    def _end_all(self, sequences: list[Sequence], error: PenjingError | None = None) -> list[RequestOutput]:
+        reason: FinishReason = "abort" if error is None else "error"
+        outputs = [self._answers[sequence].end(reason, error) for sequence in sequences]
         for sequence in sequences:
-            outputs.append(self._answers[sequence].end(reason, error))
             self._forget(sequence, reason)
         return outputs
 

@@ -182,7 +182,7 @@ class EngineLoop:
             for request_id in cancelled:
                 self._deliver(self.engine.abort(request_id))
             if stopping:
-                self._deliver(self.engine.abort_all("abort"))
+                self._deliver(self.engine.abort_all())
                 return
             if self.engine.has_work():
                 self._step()
@@ -212,7 +212,7 @@ class EngineLoop:
             self._wake.notify_all()
         for prepared in arrived:
             self.engine.add_prepared(prepared)
-        self._deliver(self.engine.abort_all("error", f"the engine has failed: {reason}"))
+        self._deliver(self.engine.abort_all(ServerError(f"the engine has failed: {reason}")))
 
     def _step(self) -> None:
         try:
@@ -224,7 +224,7 @@ class EngineLoop:
         except Exception as error:  # a defect of ours: fail what runs, keep serving the next request
             log.exception("an engine step failed")
             self._consecutive_failures += 1
-            outputs = self.engine.abort_all("error", f"the engine step failed: {error}")
+            outputs = self.engine.abort_all(ServerError(f"the engine step failed: {error}"))
             if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
                 self._fail(f"{MAX_CONSECUTIVE_FAILURES} steps in a row failed, the last with: {error}")
         self._deliver(outputs)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from penjing.core.errors import PenjingError
 from penjing.serve.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -57,10 +58,11 @@ class RequestOutput:
     `text` and `token_ids` are the new part only: joined over all outputs of an index they are the whole answer. Text
     that could still become a stop string or is an incomplete UTF-8 sequence is held back, so `text` may be empty while
     `token_ids` is not. `finish_reason` is set on the last output of an index and only there; with "error", `error` says
-    why. `num_output_tokens` counts all tokens of the index so far, `num_cached_tokens` the prompt tokens that the
-    prefix cache supplied. `logprobs` holds a dictionary by token id for each of `token_ids` (the chosen token
-    first), when asked for. `prompt_logprobs`, on the first output of the first index when asked for, holds None for
-    the prompt's first token and such a dictionary for each further one. `stages` is set on the last output.
+    why: a RequestError where the request is at fault. `num_output_tokens` counts all tokens of the index so far,
+    `num_cached_tokens` the prompt tokens that the prefix cache supplied. `logprobs` holds a dictionary by token id for
+    each of `token_ids` (the chosen token first), when asked for. `prompt_logprobs`, on the first output of the first
+    index when asked for, holds None for the prompt's first token and such a dictionary for each further one. `stages`
+    is set on the last output.
     """
 
     request_id: str
@@ -69,7 +71,7 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: PenjingError | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

@@ -60,7 +60,7 @@ class Constraint:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"the answer cannot be held to its form (guided): {_reason(self._matcher)}")
+            raise RequestError(f"guided: the answer cannot be held to its form: {_reason(self._matcher)}")
 
 
 class Constraints:

@@ -162,7 +162,7 @@ class Outbox:
 def _failure(reply: Reply, outputs: list[RequestOutput]) -> PenjingError | None:
     reasons = {output.finish_reason: output.error for output in outputs}
     if "error" in reasons:
-        return ServerError(reasons["error"] or "the engine failed")
+        return reasons["error"] or ServerError("the engine failed")
     if "abort" in reasons and not reply.client_left:
         return reply.ended_by or UnavailableError("the server shuts down before this answer was complete; try again")
     return None

@@ -112,7 +112,7 @@ class EngineSampler:
         while self._engine.has_work():
             for output in self._engine.step():
                 if output.finish_reason == "error":
-                    self._engine.abort_all("abort")
+                    self._engine.abort_all()
                     raise InputError(f"no answer can be sampled: {output.error}; lower the learning rate")
                 answer = found[int(output.request_id)][output.index]
                 answer.tokens += output.token_ids

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penjing.core.errors import OverloadedError, RequestError
+from penjing.core.errors import OverloadedError, RequestError, ServerError
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.engine.sequence import Batch, Sequence
@@ -332,7 +332,7 @@ def test_a_defect_resets_the_scheduler_with_blocks_held_and_forks_waiting() -> N
         engine.add(request)
     engine.step()
     assert engine.stats().num_blocks_used > 0
-    outputs = engine.abort_all("error", "a defect")
+    outputs = engine.abort_all(ServerError("a defect"))
     assert sorted((output.request_id, output.index) for output in outputs) == [(n, i) for n in "ab" for i in range(3)]
     assert engine.broken_invariants() == []
     assert (engine.stats().num_blocks_used, engine.stats().num_requests_waiting) == (0, 0)

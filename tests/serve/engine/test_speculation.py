@@ -308,6 +308,7 @@ def test_a_form_that_fails_behind_a_guess_ends_its_answer_alone(monkeypatch: pyt
         ],
     )
     assert outputs["formed", 0][-1].finish_reason == "error"
+    assert isinstance(outputs["formed", 0][-1].error, RequestError)
     assert "too complex" in str(outputs["formed", 0][-1].error)
     assert outputs["free", 0][-1].finish_reason == "length"
     assert engine.stats().num_blocks_used == 0

@@ -6,6 +6,7 @@ import json
 import re
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from penjing.core.errors import RequestError
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
+from penjing.serve.sampling.constraint import Constraint
 from penjing.serve.sampling.guided import MAX_BYTES, MAX_DEPTH
 from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import generate, ids_of, run_all, text_of, tiny_engine, tiny_model
@@ -221,8 +223,18 @@ def test_what_no_text_can_be_ends_that_answer_alone(engine: LLMEngine) -> None:
         engine, [Request("bad", "a", bad), Request("good", "a", SamplingParams(temperature=0, max_tokens=4))]
     )
     assert outputs["bad", 0][-1].finish_reason == "error"
+    assert isinstance(outputs["bad", 0][-1].error, RequestError)
     assert "no text has this form" in str(outputs["bad", 0][-1].error)
     assert ids_of(outputs["good", 0]) == ids_of(generate(engine, "a", temperature=0, max_tokens=4))
+
+
+def test_a_form_that_proves_too_complex_is_the_requests_fault(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = RequestError("too complex")
+    monkeypatch.setattr(Constraint, "push", Mock(side_effect=refused))
+    (output,) = ask(engine, {"kind": "regex", "value": "a+"}, n=1)
+    assert (output.finish_reason, output.error) == ("error", refused)
 
 
 def test_lenient_schemas_leave_out_what_is_not_supported(engine: LLMEngine) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from penjing.core.errors import PenjingError, RequestError, ServerError
+from penjing.serve.client.errors import code_of
 from penjing.serve.engine.request import RequestOutput
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.triton.reply import Outbox, Reply
@@ -65,6 +67,30 @@ def test_between_the_first_token_and_the_end_tokens_are_joined() -> None:
     outbox.put(other, token("y"))
     outbox.stop()
     assert senders[1].texts == ["x", "y"], "what waits is sent at the end"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RequestError("too complex"), "INVALID_ARGUMENT"), (ServerError("a defect"), "INTERNAL")]
+)
+def test_an_error_says_whose_fault_it_is(error: PenjingError, code: str) -> None:
+    class Codes:
+        INVALID_ARG, INTERNAL = "INVALID_ARG", "INTERNAL"
+
+        def __new__(cls, message: str, status: str) -> Any:
+            return f"{status} {message}".encode()
+
+    failing = SimpleNamespace(
+        TritonError=Codes,
+        InferenceResponse=lambda error: {"error": (error,)},
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+    )
+    outbox = Outbox(failing, lambda reply: None, interval=0.0)
+    reply = ask()
+    sender = reply.sender
+    outbox.put(reply, [RequestOutput("1", finish_reason="error", error=error)])
+    assert sender.ended.wait(10)
+    assert sender.texts == [f"{code_of(error).server} {code}: {error}"]
+    outbox.stop()
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.001])
