@@ -190,7 +190,7 @@ class Guard:
             return None
         if origin in self._limits.allowed_origins:
             return origin
-        if host and urlsplit(origin).netloc.lower() == host:
+        if host and _host_of(origin) == host:
             return None
         raise ApiError(
             403,
@@ -276,6 +276,14 @@ class _Answer:
         self.headers["content-length"] = str(len(body))
         await self.send({"type": "http.response.start", "status": status, "headers": []})
         await self.send({"type": "http.response.body", "body": body})
+
+
+def _host_of(origin: str) -> str:
+    """With its port; "" if it is no origin."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # such as an open bracket
+        return ""
 
 
 async def _discard(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""How large a body may be, beside all others: the guard alone, without a socket."""
+"""How large a body may be, beside all others, and from where it may come: the guard alone, without a socket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def guard_of(sees: bool, gate: asyncio.Event, begun: list[int]) -> Guard:
     return Guard(app, FrontConfig(port=1, limits=limits), lambda *_: None, lambda: sees)
 
 
-async def asked(guard: Guard, size: int) -> tuple[int, Any]:
+async def asked(guard: Guard, size: int, origin: str | None = None) -> tuple[int, Any]:
     """Status and body of a request whose body comes in two parts."""
     parts, sent = [bytes(size // 2), bytes(size - size // 2)], list[Message]()
 
@@ -36,7 +36,8 @@ async def asked(guard: Guard, size: int) -> tuple[int, Any]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": [(b"host", b"localhost")]}
+    headers = [(b"host", b"localhost"), *([] if origin is None else [(b"origin", origin.encode())])]
+    scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": headers}
     await guard(scope, receive, send)
     return sent[0]["status"], sent[-1].get("body", b"")
 
@@ -79,3 +80,16 @@ def test_limits_before_a_model_that_sees_hold_a_photo() -> None:
     limits = FrontLimits()
     assert limits.max_image_body_bytes > 20 * (1 << 20) * 4 / 3  # of EngineConfig.max_image_bytes, in base64
     assert limits.max_held_bytes >= 4 * limits.max_image_body_bytes
+
+
+def test_an_origin_that_is_none_is_a_foreign_one() -> None:
+    async def run() -> None:
+        gate, begun = asyncio.Event(), list[int]()
+        gate.set()
+        guard = guard_of(False, gate, begun)
+        for origin, status in (("http://localhost", 200), ("http://[x", 403), ("null", 403), ("", 403), ("//", 403)):
+            found, body = await asked(guard, 2, origin)
+            assert found == status
+            assert status == 200 or json.loads(body)["error"]["code"] == "origin_not_allowed"
+
+    asyncio.run(run())
