@@ -50,9 +50,13 @@ class Account:
     is owed, so that over time no key has more than its share whatever its answers' lengths."""
 
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
-        self.key, self._clock = key, clock
+        self._clock = clock
         self.running = 0
-        now = clock()
+        self.change(key)
+
+    def change(self, key: Key) -> None:
+        """Other limits from now on: the minute begins anew, and what runs goes on and is counted here when it ends."""
+        self.key, now = key, self._clock()
         self._requests = None if key.requests_per_minute is None else Bucket(key.requests_per_minute, now)
         self._tokens = None if key.tokens_per_minute is None else Bucket(key.tokens_per_minute, now)
 
@@ -90,7 +94,7 @@ class Account:
 
 
 class Accounts:
-    """Of all keys, by name; one whose limits have changed begins anew, with its running requests."""
+    """Of all keys, by name: one account each, which running requests hold while the key's entry changes."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
@@ -98,8 +102,8 @@ class Accounts:
     def of(self, key: Key) -> Account:
         """The account of a key."""
         found = self._accounts.get(key.name)
-        if found is None or found.key != key:
-            made = Account(key)
-            made.running = 0 if found is None else found.running
-            found = self._accounts[key.name] = made
+        if found is None:
+            found = self._accounts[key.name] = Account(key)
+        elif found.key != key:
+            found.change(key)
         return found

@@ -65,6 +65,20 @@ def test_changed_limits_count_at_once_and_keep_what_runs() -> None:
     assert accounts.of(key(max_concurrent=1)).begin() is not None
 
 
+def test_what_runs_while_its_key_changes_gives_its_place_back_and_pays_from_the_new_tokens() -> None:
+    accounts = Accounts()
+    running = accounts.of(key(max_concurrent=1))
+    assert running.begin() is None
+    changed = key(max_concurrent=1, tokens_per_minute=10)
+    assert accounts.of(changed).begin() == Refusal("requests at once", 1, 1)
+    running.spend(20)
+    running.end()
+    refusal = accounts.of(changed).begin()
+    assert refusal is not None
+    assert refusal.what == "tokens a minute"
+    assert accounts.of(key(max_concurrent=1)).begin() is None
+
+
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 500)), max_size=60), st.integers(1, 1000))
 def test_over_time_no_key_uses_more_than_its_share(uses: list[tuple[float, int]], per_minute: int) -> None:
     clock = Clock()
