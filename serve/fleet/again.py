@@ -39,7 +39,7 @@ def _shares(plan: FleetPlan) -> Iterator[str]:
     versions = Counter(model.group for model in plan.models if model.group is not None)
     for model in plan.models:
         if model.group is not None and versions[model.group] > 1:
-            yield from ("--share", f"{model.id}={model.share:.6g}")
+            yield from ("--share", f"{model.id}={model.share!r}")  # every digit: the sum must be 1 again
 
 
 def _settings(model: FleetModel) -> Iterator[str]:

@@ -102,12 +102,12 @@ def changed_shares(shares: Mapping[str, float], given: Mapping[str, float]) -> d
     taken = sum(given.values())
     others = [name for name in shares if name not in given]
     if taken > 1 + 1e-9 or (not others and taken < 1 - 1e-9):
-        raise ConfigError(f"the shares are {taken:g} in all; make them 1, or leave one version out")
+        raise ConfigError(f"the shares are {taken:.10g} in all; make them 1, or leave one version out")
     before = sum(shares[name] for name in others)
     left = max(0.0, 1.0 - taken)
     found = dict(shares) | dict(given)
     for index, name in enumerate(others):
-        found[name] = left * shares[name] / before if before else left * (index == 0)
+        found[name] = left * (shares[name] / before) if before else left * (index == 0)
     return found
 
 
@@ -141,7 +141,7 @@ def _share(model: Named, models: list[Named], given: dict[str, float]) -> float:
     taken = sum(given.get(name, 0.0) for name in group)
     rest = [name for name in group if name not in given]
     if taken > 1 + 1e-9 or (not rest and taken < 1 - 1e-9):
-        raise ConfigError(f"the shares of {model.name} are {taken:g} in all; lower them to 1, or leave one version out")
+        raise ConfigError(f"the shares of {model.name} are {taken:.10g} in all; make them 1, or leave one version out")
     if model.id in given:
         return given[model.id]
     return max(0.0, 1.0 - taken) if model.id == rest[0] else 0.0

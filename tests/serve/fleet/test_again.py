@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from penjing.core.errors import SetupError
 from penjing.serve import cli
 from penjing.serve.fleet.again import command_again
 from penjing.serve.fleet.change import running_fleet
-from penjing.serve.fleet.plan import FleetPlan
+from penjing.serve.fleet.names import changed_shares, read_names
+from penjing.serve.fleet.plan import FleetModel, FleetPlan
 from penjing.serve.supervisor import state
+from penjing.serve.supervisor.process import ServeConfig
 from tests.serve.triton.serving import free_ports
 
 
@@ -54,6 +58,20 @@ def test_the_command_makes_the_plan_again(
     again = shlex.split(command_again(first))
     assert again[:2] == ["penjing", "serve"]
     assert facts(planned(again[1:])) == facts(first)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_size=8))
+def test_shares_are_read_again_however_they_were_moved(moves: list[tuple[int, float]]) -> None:
+    shares = {f"llm:{version}": 0.25 for version in range(1, 5)}
+    for version, share in [(1, 0.0), *moves]:  # at once three thirds, which no decimal number is
+        shares = changed_shares(shares, {f"llm:{version}": share})
+    models = [
+        FleetModel(id=name, group="llm", share=share, folder=Path("/m"), engine_json="{}", config=ServeConfig())
+        for name, share in shares.items()
+    ]
+    words = shlex.split(command_again(FleetPlan(models=tuple(models))))
+    again = read_names(words[2:6], [word for word in words if word.startswith("llm:") and "/m" not in word])
+    assert {model.id: model.share for model in again} == shares
 
 
 def test_a_server_without_names_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,9 @@ def test_the_first_version_without_a_share_gets_the_rest(shares: list[str], expe
         (["a:1=x", "a:2=y"], ["a:2=much"], "'much' is no number"),
         (["a:1=x", "a:2=y"], ["a:2=1.1"], "between 0 and 1"),
         (["a:1=x", "a:2=y"], ["a:2=nan"], "between 0 and 1"),
-        (["a:1=x", "a:2=y"], ["a:1=0.6", "a:2=0.6"], "are 1.2 in all"),
-        (["a:1=x", "a:2=y"], ["a:1=0.4", "a:2=0.4"], "are 0.8 in all"),
+        (["a:1=x", "a:2=y"], ["a:1=0.6", "a:2=0.6"], "are 1.2 in all; make them 1"),
+        (["a:1=x", "a:2=y"], ["a:1=0.4", "a:2=0.4"], "are 0.8 in all; make them 1"),
+        (["a:1=x", "a:2=y"], ["a:1=0.5", "a:2=0.4999999"], "are 0.9999999 in all"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], shares: list[str], message: str) -> None:
