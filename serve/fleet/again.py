@@ -55,7 +55,7 @@ def _settings(model: FleetModel) -> Iterator[str]:
 
 def _front(front: FrontConfig) -> Iterator[str]:
     yield from ("--openai", str(front.port))
-    if not front.is_local:
+    if front.host != FrontConfig.model_fields["host"].default:
         yield from ("--host", front.host)
     if front.keys is not None:
         yield from ("--keys", str(front.keys))

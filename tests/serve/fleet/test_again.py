@@ -19,6 +19,7 @@ from penjing.serve.fleet.again import command_again
 from penjing.serve.fleet.change import running_fleet
 from penjing.serve.fleet.names import changed_shares, read_names
 from penjing.serve.fleet.plan import FleetModel, FleetPlan
+from penjing.serve.gate.config import FrontConfig
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig
 from tests.serve.triton.serving import free_ports
@@ -58,6 +59,16 @@ def test_the_command_makes_the_plan_again(
     again = shlex.split(command_again(first))
     assert again[:2] == ["penjing", "serve"]
     assert facts(planned(again[1:])) == facts(first)
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [("127.0.0.1", []), ("::1", ["--host", "::1"]), ("127.0.0.2", ["--host", "127.0.0.2"])],
+)
+def test_every_host_but_the_usual_one_is_said(host: str, said: list[str]) -> None:
+    model = FleetModel(id="llm", folder=Path("/m"), engine_json="{}", config=ServeConfig())
+    words = shlex.split(command_again(FleetPlan(models=(model,), front=FrontConfig(host=host, port=8080))))
+    assert words == ["penjing", "serve", "llm=/m", "--openai", "8080", *said]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_size=8))
