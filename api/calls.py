@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -216,7 +215,7 @@ def _train(
     from penjing.train.run import train
 
     if out is not None:
-        changes = [*changes, f"output={json.dumps(os.fspath(out))}"]
+        changes = [*changes, f"output={inline_toml(os.fspath(out))}"]
     output = load_recipe(TrainRecipe, recipe, changes).output
     train(recipe, changes, resume=resume, accept_changes=accept_changes, force=force, progress=progress)
     return output

@@ -6,9 +6,9 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from penjing.core.config import inline_toml
 from penjing.serve.fleet.plan import FleetModel, FleetPlan
 from penjing.serve.gate.config import FrontConfig, FrontLimits
 from penjing.serve.supervisor import state
@@ -69,4 +69,4 @@ def _front(front: FrontConfig) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)
+    return value if isinstance(value, str) else inline_toml(value)

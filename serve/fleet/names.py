@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penjing.core.config import inline_toml
 from penjing.core.errors import ConfigError
 
 HOW = "write NAME=FOLDER or NAME:VERSION=FOLDER, such as llm=build/smollm2-int8 or llm:2=build/b"
@@ -81,7 +81,7 @@ def adapter_settings(texts: Sequence[str], *, named: bool) -> list[str]:
         if name in found:
             raise ConfigError(f"--adapter {text}: {name} is given twice; give each its own name")
         before = f"{model}." if named else ""
-        found[name] = f"{before}adapters.{adapter}={json.dumps(str(Path(folder).absolute()))}"
+        found[name] = f"{before}adapters.{adapter}={inline_toml(str(Path(folder).absolute()))}"
     return list(found.values())
 
 

@@ -53,7 +53,7 @@ def test_the_command_makes_the_plan_again(
     port = free_ports(1)[0]
     words = ["serve", f"llm:1={folder}", f"llm:2={odd}", f"b={folder}", "--share", "llm:2=0.25", "--openai", "8080"]
     words += ["--grpc-port", str(port), "--kv-cache-bytes", "30000000", "--set", "llm:2.max_num_sequences=8"]
-    words += ["--set", "b.kv_dtype=int8", "--front", 'allowed_hosts=["x.org"]', "--host", "0.0.0.0"]
+    words += ["--set", "b.kv_dtype=int8", "--front", 'allowed_hosts=["x.org", "\U0001f333.org"]', "--host", "0.0.0.0"]
     words += ["--keys", str(tmp_path / "keys.toml"), "--tls", str(tmp_path / "cert"), str(tmp_path / "key")]
     first = planned(words)
     again = shlex.split(command_again(first))

@@ -87,6 +87,7 @@ def test_adapters() -> None:
     assert adapter_settings(["alice=/a b", "bob=/c=d"], named=False) == ['adapters.alice="/a b"', 'adapters.bob="/c=d"']
     assert adapter_settings(["llm:alice=/a"], named=True) == ['llm.adapters.alice="/a"']
     assert adapter_settings(["llm:2:alice=/a"], named=True) == ['llm:2.adapters.alice="/a"']
+    assert adapter_settings(["alice=/\U0001f333"], named=False) == ['adapters.alice="/\U0001f333"']
     assert adapter_settings(["alice=a"], named=False) == [f'adapters.alice="{Path.cwd()}/a"']
 
 
