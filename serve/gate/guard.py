@@ -35,7 +35,7 @@ LINGER_BYTES, LINGER_SECONDS = 32 << 20, 1.0
 LEFT = 499  # nginx's status, in logs and metrics alone: the client has gone
 CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
-    "access-control-allow-headers": "authorization, content-type, x-api-key, x-request-id",
+    "access-control-expose-headers": "retry-after, x-request-id",  # clients wait as told, and name a request
     "access-control-max-age": "600",
     "vary": "origin",
 }
@@ -129,6 +129,8 @@ class Guard:
             if origin:
                 answer.headers |= {"access-control-allow-origin": origin} | CORS
             if origin and scope["method"] == "OPTIONS":
+                # Any: OpenAI's and Anthropic's clients send headers of their own, and new ones with each version.
+                answer.headers["access-control-allow-headers"] = headers.get("access-control-request-headers", "")
                 return await answer.send_whole(204, b"")
             if self.draining and scope["path"] not in ALWAYS_OPEN:
                 raise draining()

@@ -76,6 +76,45 @@ def test_large_bodies_have_so_much_memory_together_and_small_ones_always_pass() 
     asyncio.run(run())
 
 
+def answered(config: FrontConfig, method: str, **given: str) -> tuple[int, dict[str, str]]:
+    """Status and headers of the answer to a request without a body."""
+
+    async def app(scope: Message, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    sent, left = list[Message](), [b""]
+
+    async def receive() -> Message:
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
+    scope = {"type": "http", "method": method, "path": "/v1/models", "headers": headers}
+    asyncio.run(Guard(app, config, lambda *_: None)(scope, receive, send))
+    return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+
+
+def test_a_page_of_an_allowed_origin_may_send_what_its_client_library_sends() -> None:
+    origin = "https://example.org"
+    config = FrontConfig(port=8080, limits=FrontLimits(allowed_origins=(origin,)))
+    asked = "authorization,anthropic-version,content-type,x-stainless-arch,x-stainless-retry-count"
+    preflight = {"access_control_request_method": "POST", "access_control_request_headers": asked}
+    status, headers = answered(config, "OPTIONS", host="localhost:8080", origin=origin, **preflight)
+    assert (status, headers["access-control-allow-origin"]) == (204, origin)
+    assert headers["access-control-allow-headers"] == asked
+    status, headers = answered(config, "GET", host="localhost:8080", origin=origin)
+    assert (status, headers["access-control-allow-origin"]) == (200, origin)
+    assert headers["access-control-expose-headers"] == "retry-after, x-request-id"
+    status, headers = answered(config, "OPTIONS", host="localhost:8080", origin="https://evil.example", **preflight)
+    assert status == 403
+    assert not any(name.startswith("access-control") for name in headers)
+
+
 def test_limits_before_a_model_that_sees_hold_a_photo() -> None:
     limits = FrontLimits()
     assert limits.max_image_body_bytes > 20 * (1 << 20) * 4 / 3  # of EngineConfig.max_image_bytes, in base64
