@@ -108,7 +108,8 @@ class Guard:
         self._traced = traced
         self.app, self._limits, self._ended, self._sees = app, config.limits, ended, sees
         self._held = 0
-        self._hosts = {*LOCAL_NAMES, *map(str.lower, config.limits.allowed_hosts)} if config.is_local else None
+        names = (*LOCAL_NAMES, config.host, *config.limits.allowed_hosts)
+        self._hosts = set(map(str.lower, names)) if config.is_local else None
         self._admission = Admission(config.keys)
         self.draining = False
         self.num_running = 0

@@ -115,6 +115,14 @@ def test_a_page_of_an_allowed_origin_may_send_what_its_client_library_sends() ->
     assert not any(name.startswith("access-control") for name in headers)
 
 
+def test_a_front_on_loopback_answers_to_its_own_address_too() -> None:
+    for host, name, status in (
+        ("127.0.0.2", "127.0.0.2", 200), ("127.0.0.2", "localhost", 200), ("127.0.0.2", "127.0.0.3", 403),
+        ("::1", "[::1]", 200), ("127.0.0.1", "127.0.0.2", 403),
+    ):  # fmt: skip
+        assert answered(FrontConfig(host=host, port=8080), "GET", host=f"{name}:8080")[0] == status
+
+
 def test_limits_before_a_model_that_sees_hold_a_photo() -> None:
     limits = FrontLimits()
     assert limits.max_image_body_bytes > 20 * (1 << 20) * 4 / 3  # of EngineConfig.max_image_bytes, in base64
