@@ -51,7 +51,7 @@ class Address(NamedTuple):
         return cls(host.strip("[]"), int(port), ssl.create_default_context() if scheme == "https" else None)
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection of its own for a request."""

@@ -20,7 +20,7 @@ from penjing.core.errors import ConfigError, InputError, ServerError, Unavailabl
 from penjing.serve import cli
 from penjing.serve.bench.load import BURST, Asked, make_load
 from penjing.serve.bench.load_page import load_page, write_load_page
-from penjing.serve.bench.open_loop import Outcome, bench_open_loop, load_figures, percentiles
+from penjing.serve.bench.open_loop import Address, Outcome, bench_open_loop, load_figures, percentiles
 from tests.serve.certificates import localhost_certificate
 from tests.serve.triton.serving import free_ports
 
@@ -171,6 +171,11 @@ def test_a_front_that_speaks_https_is_measured_if_its_certificate_is_trusted(
     assert found["complete"] == len(outcomes) > 0
     with open_door(Door(1)) as address, pytest.raises(UnavailableError, match="does not speak HTTPS"):
         bench_open_loop(f"https://{address}", "chat", 20, 0.5, GOALS)
+
+
+def test_an_address_is_said_as_it_was_given() -> None:
+    for text in ("localhost:8080", "[::1]:8080"):  # also in the header host, by which a front knows who is meant
+        assert str(Address.parsed(text)) == text
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
