@@ -267,7 +267,10 @@ def bench_server(
     server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
     name: Annotated[
         str | None,
-        typer.Option(help="The model's name on the server, where it was given one; of a server here it is known."),
+        typer.Option(
+            help="The model's name on the server, where it was given one; of a server here it is known, and over HTTP "
+            "it is the first that the front lists."
+        ),
     ] = None,
     runs: Runs = 5,
     openai: Annotated[
@@ -304,7 +307,7 @@ def bench_server(
         from penjing.serve.bench.open_loop import bench_open_loop
 
         with progress_bar() as progress:
-            result, outcomes = bench_open_loop(openai, scenario, rate, seconds, goals, progress)
+            result, outcomes = bench_open_loop(openai, scenario, rate, seconds, goals, progress, name)
         if report is not None:
             write_load_page(result, outcomes, report)
         return _show(result, json_file)

@@ -102,6 +102,7 @@ def bench_open_loop(
     seconds: float,
     goals: tuple[float, float],
     progress: Progress | None = None,
+    name: str | None = None,
 ) -> tuple[dict[str, Any], list[Outcome]]:
     """Send the load of `scenario` to the front at `address`, host:port or https://host:port, and wait for every answer.
 
@@ -109,11 +110,13 @@ def bench_open_loop(
         rate: requests a second.
         seconds: in which requests are sent.
         goals: seconds to the first token and seconds a token, within which a request counts as good.
+        name: of the model that is asked; None: the first that the server lists.
 
     Returns: figures, and what became of each request.
 
     Raises:
-        InputError: an address or a rate that cannot be used, or a load without a request.
+        InputError: an address or a rate that cannot be used, a load without a request, or a name that the server does
+            not list.
         UnavailableError: no server answers.
         ServerError: it shows no model to us.
     """
@@ -123,7 +126,7 @@ def bench_open_loop(
     load = make_load(scenario, rate, seconds)
     if not load:
         raise InputError(f"{rate:g} requests a second for {seconds:g} s are none; give more seconds")
-    outcomes = asyncio.run(_run(place, load, progress or Silent()))
+    outcomes = asyncio.run(_run(place, load, progress or Silent(), name))
     return load_figures(outcomes, scenario, rate, goals) | {"server": address}, outcomes
 
 
@@ -162,7 +165,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": 1000 * ordered[math.ceil(len(ordered) * share / 100) - 1] for share in SHARES if ordered}
 
 
-async def _run(address: Address, load: Sequence[Asked], progress: Progress) -> list[Outcome]:
+async def _run(address: Address, load: Sequence[Asked], progress: Progress, name: str | None) -> list[Outcome]:
     try:
         status, body = await _get(address, "/v1/models")
     except ssl.SSLCertVerificationError as error:
@@ -181,7 +184,10 @@ async def _run(address: Address, load: Sequence[Asked], progress: Progress) -> l
     if status != 200:
         hint = f"; it asks for a key: put one into {KEY}" if status == 401 else ""
         raise ServerError(f"{address} answers /v1/models with {status}{hint}")
-    model = json.loads(body)["data"][0]["id"]
+    listed = [model["id"] for model in json.loads(body)["data"]]
+    if name is not None and name not in listed:
+        raise InputError(f"--name {name}: {address} lists no such model; it has {', '.join(listed)}")
+    model = name or listed[0]
     progress.start("load", len(load))
     started = time.monotonic()
 

@@ -51,7 +51,7 @@ class Door:
         body = await reader.readexactly(int(length[1]))
         writer.write(b"HTTP/1.1 %d X\r\n\r\n" % self._status)
         if head.startswith(b"GET /v1/models "):
-            writer.write(b'{"data": [{"id": "tiny"}]}')
+            writer.write(b'{"data": [{"id": "tiny"}, {"id": "tiny:2"}]}')
         else:
             asked = json.loads(body)
             self.bodies.append(asked)
@@ -171,6 +171,15 @@ def test_a_front_that_speaks_https_is_measured_if_its_certificate_is_trusted(
     assert found["complete"] == len(outcomes) > 0
     with open_door(Door(1)) as address, pytest.raises(UnavailableError, match="does not speak HTTPS"):
         bench_open_loop(f"https://{address}", "chat", 20, 0.5, GOALS)
+
+
+def test_the_model_with_the_name_is_asked() -> None:
+    door = Door(1)
+    with open_door(door) as address:
+        cli.bench_server(openai=address, name="tiny:2", rate=20, seconds=0.5)
+        with pytest.raises(InputError, match=r"--name tiny:3: .* lists no such model; it has tiny, tiny:2"):
+            bench_open_loop(address, "chat", 20, 0.5, GOALS, name="tiny:3")
+    assert {body["model"] for body in door.bodies} == {"tiny:2"}
 
 
 def test_an_address_is_said_as_it_was_given() -> None:
