@@ -71,15 +71,13 @@ class Trainer:
     """A run. The first five fields are needed; the others do nothing special by default.
 
     Attributes: accumulation: micro-batches of one step in each process. shares: gives each its own number instead, by
-        its speed. size: how many units of the monitor's rates a
-        batch holds; by default as many as its loss counts. pipeline: runs `model`, the stages of this
-        process, with those of others. after_backward: called when the
+        its speed. size: how many units of the monitor's rates a batch holds; by default as many as its loss counts.
+        pipeline: runs `model`, the stages of this process, with those of others. after_backward: called when the
         gradients of a step are summed, to finish what is left of that. after_update: called with the step's number
         (from 1) after each update: proximal steps, router biases, profilers. stop_requested: asked once a step; when
         true in any process, all save and stop. pause_at: the step at which `fit` returns, evaluated and saved, though
-        there are more. best: judges evaluations, may end the run, and has the weights that it
-        ends with. settings: plain values that a resumed run wants to know, saved as
-        "run". step: updates done so far.
+        there are more. best: judges evaluations, may end the run, and has the weights that it ends with. settings:
+        plain values that a resumed run wants to know, saved as "run". step: updates done so far.
     """
 
     model: nn.Module
@@ -133,13 +131,14 @@ class Trainer:
             while self.step < end and not self.is_complete:
                 stop = self._advance(replica)
                 last = self.step == end
-                if self.evaluation is not None and (last or self.step % self.evaluation.every == 0):
-                    self._show()
-                    results = self.evaluate()
-                    self.monitor.on_values(self.step, {f"eval/{name}": value for name, value in results.items()})
-                    if self.evaluation.hear is not None:
-                        self.monitor.on_values(self.step, self.evaluation.hear(results))
-                    last = last or self._judge_step(results)
+                if self.evaluation is not None:
+                    due = self.step == self.steps or self.step % self.evaluation.every == 0
+                    if due or last:
+                        results = self._tell(self.evaluation)
+                    if due:  # what a pause evaluates besides changes nothing of the run
+                        if self.evaluation.hear is not None:
+                            self.monitor.on_values(self.step, self.evaluation.hear(results))
+                        last |= self._judge_step(results)
                 if stop or last or self.step % self.checkpoint_every == 0:
                     self.save(wait=stop or last)
                 if stop and not last:
@@ -157,13 +156,16 @@ class Trainer:
         """Whether no step is left, or `best` says that the run is over."""
         return self.step >= self.steps or (self.best is not None and self.best.is_over)
 
-    def _show(self) -> None:
-        if self.evaluation is None or self.evaluation.show is None:
-            return
-        self.world.at(f"the samples after step {self.step}")
-        paused_at = self.monitor.pause()
-        self.evaluation.show(self.step)
-        self.monitor.resume(paused_at)
+    def _tell(self, evaluation: Evaluation) -> dict[str, float]:
+        """Show and evaluate the model between two steps, and record what comes out."""
+        if evaluation.show is not None:
+            self.world.at(f"the samples after step {self.step}")
+            paused_at = self.monitor.pause()
+            evaluation.show(self.step)
+            self.monitor.resume(paused_at)
+        results = self.evaluate()
+        self.monitor.on_values(self.step, {f"eval/{name}": value for name, value in results.items()})
+        return results
 
     def _judge_step(self, results: dict[str, float]) -> bool:
         """Keep the weights where this evaluation is the best; True when there has been none for too long."""
