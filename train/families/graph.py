@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -14,6 +15,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
 from penjing.core.memory import keep_freed_memory
 from penjing.core.progress import Progress
+from penjing.train.data.order import permute
 from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.base import Family
 from penjing.train.numerics.layout import channels_last
@@ -54,6 +56,7 @@ class GraphTraining:
             raise ConfigError("training a graph needs samples; set data.source (or data.images), such as 'photos/'")
         source = open_source(data)
         learnt, held = source.halves(data.held_out)
+        held = held[permute(np.arange(len(held), dtype=np.uint64), len(held), 0)]  # folders hold a class after another
         form = form_of(config, folder)
         self._learnt = Reader(source, learnt, form, data, progress.note)
         self._held = Reader(source, held, form, data, progress.note) if recipe.evaluation.every and len(held) else None
