@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penjing.core.errors import ConfigError
+from penjing.train.chat.tokens import Masked
+
+
+def prompt_key(texts: Iterable[Masked]) -> bytes:
+    """What rows of equal prompts share: the tokens of their texts that are not learnt, or all of a text that is learnt
+    as a whole, in which nothing tells the prompt apart."""
+    return b"".join((text.ids if text.learnt.all() else text.ids[~text.learnt]).tobytes() for text in texts)
 
 
 def held_out_places(keys: Sequence[bytes], share: float) -> set[int]:

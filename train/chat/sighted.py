@@ -15,6 +15,7 @@ from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
 from penjing.core.images.normalise import normalise
 from penjing.core.vision.sight import image_text
+from penjing.train.chat.held_out import prompt_key
 from penjing.train.chat.rows import Row, RowError, TooLongError
 from penjing.train.chat.tokens import ChatTokens, Masked
 from penjing.train.data.stream import Draw
@@ -38,7 +39,7 @@ class Sighted:
     @property
     def key(self) -> bytes:
         """What equal questions share."""
-        return b"".join(text.ids[~text.learnt].tobytes() for text in self.texts)
+        return prompt_key(self.texts)
 
     @property
     def longest(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.chat.rows import RowError, TooLongError, take_rows
-from penjing.train.chat.sighted import SightedRows, SightTokens
+from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw
 from penjing.train.families.vision_language import image_token
@@ -98,6 +99,19 @@ def test_an_image_is_in_a_batch_once_and_its_questions_are_chosen_by_chance(toke
     assert judged["seen"].tolist() == [0, 0, 0, 1, 2, 3]
     padded = rows.batch(Draw(np.array([1, 0]), np.array([True, False]), np.zeros(2, np.uint64)))
     assert (padded["targets"][padded["sample"] > 0] == IGNORED).all()
+
+
+def test_rows_that_are_learnt_whole_have_keys_of_their_own(tokens: SightTokens) -> None:
+    one, two = (
+        tokens.row({"prompt": prompt, "completion": "a shoe", "images": ["a.png"]})
+        for prompt in ("<image> what ?", "<image> is this ?")
+    )
+    assert one.key != two.key
+    whole = [
+        Sighted(tuple(replace(text, learnt=np.ones_like(text.learnt)) for text in row.texts), row.pictures)
+        for row in (one, two)
+    ]
+    assert b"" != whole[0].key != whole[1].key
 
 
 @pytest.mark.parametrize(

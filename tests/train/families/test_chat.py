@@ -96,6 +96,15 @@ def test_equal_prompts_are_held_out_together(recipe: Path, tmp_path: Path) -> No
     assert sum(task.objective.count(batch) for batch in task.held_out(8, World())) > 0
 
 
+def test_conversations_that_are_learnt_whole_are_held_out_too(recipe: Path) -> None:
+    settings = ["data.learn=all", "data.held_out=0.3", "evaluation.every=1"]
+    task = build_task(load_train_recipe(recipe, settings), Silent())
+    learnt, held = task._learnt, task._held  # type: ignore[attr-defined]
+    assert len(learnt.texts) + len(held.texts) == len(ANSWERS)
+    assert learnt.texts
+    assert held.texts
+
+
 def test_one_prompt_is_held_out_however_few_there_are() -> None:
     """Prompts are held out by their hashes, of which none may lie below the share."""
     for number in range(40):
