@@ -166,6 +166,8 @@ class _Run:
         world.barrier()
         world.at("reading the checkpoint to resume from")
         saved = find_state(checkpoints, resume, recipe, accept_changes, self.progress.note)
+        if world.is_main and saved is None:  # a run that was killed before its first state may have left some
+            shutil.rmtree(recipe.run_folder / "best", ignore_errors=True)
         cut, largest = self._cut(None if saved is None else saved[1]["run"])
         world.at("building the model")
         spread = self._spread(is_new=saved is None)

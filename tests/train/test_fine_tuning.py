@@ -167,6 +167,26 @@ def test_the_best_weights_are_exported_and_patience_ends_a_run(further: Path, tm
     assert all(torch.equal(again[name], exported[name]) for name in exported)
 
 
+def test_a_new_run_takes_no_best_weights_of_a_killed_one(further: Path, tmp_path: Path) -> None:
+    (tmp_path / "out-run/best").mkdir(parents=True)  # it was killed before its first state was saved
+    for step in (8, 9):
+        (tmp_path / f"out-run/best/step-{step:09d}").mkdir()
+    train(further, ["steps=4", "evaluation.every=2", "evaluation.best=true"], resume="auto")
+    names = {path.name for path in (tmp_path / "out-run/best").iterdir()}
+    assert "step-000000002" in names
+    assert not {"step-000000008", "step-000000009"} & names
+
+
+def test_a_run_keeps_best_weights_from_where_it_is_told_to(further: Path, tmp_path: Path) -> None:
+    worse = ["evaluation.every=2", "learning_rate.peak=2.0", "learning_rate.warmup=0.9"]
+    train(further, [*worse, "evaluation.patience=50"], until=5)
+    result = train(further, [*worse, "evaluation.best=true"], resume="auto")
+    records = [json.loads(line) for line in (tmp_path / "out-run/metrics.jsonl").read_text().splitlines()]
+    evaluations = {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
+    assert min(evaluations, key=lambda step: evaluations[step]) <= 4
+    assert result["loss"] == min(loss for step, loss in evaluations.items() if step > 5)
+
+
 def test_samples_are_shown_at_every_evaluation_also_the_last(further: Path, tmp_path: Path) -> None:
     train(further, ["steps=6", "evaluation.prompts=['The import', 'a']", "evaluation.max_tokens=5"])
     shown = [json.loads(line) for line in (tmp_path / "out-run/samples.jsonl").read_text().splitlines()]

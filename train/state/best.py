@@ -53,9 +53,18 @@ class Best:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Plain values for a checkpoint, once the weights that they speak of are on disk.
+
+        Raises:
+            SetupError: those could not be written.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
         return {"step": self.step, "results": self.results, "worse": self._worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo `state_dict`."""
+        """Undo `state_dict`. Of an evaluation whose weights are not there, since none were kept then or better ones
+        replaced them, nothing is known any more: the next one is the best."""
         self.step, self.results, self._worse = int(state["step"]), dict(state["results"]), int(state["worse"])
+        if self.checkpoints is not None and not self.checkpoints.path(self.step).exists():
+            self.step, self.results = 0, {}

@@ -2,9 +2,9 @@
 
 A checkpoint is a folder `step-000001000` with `state.safetensors` (tensors), `state.json` (the tree around them and
 plain values) and `complete.json` (schema version, step, SHA-256 of both). It is filled under a temporary name,
-flushed, renamed; then the file `latest` names it, and the oldest beyond `keep` are deleted. Copying the state out of
-the model's way is all that the loop waits for: writing and hashing run in a thread. A model for others to load is
-exported apart (run.py).
+flushed, renamed; then the file `latest` names it, and the oldest beyond `keep` are deleted, as are those of later
+steps: a run that went on from an earlier state takes another way. Copying the state out of the model's way is all that
+the loop waits for: writing and hashing run in a thread. A model for others to load is exported apart (run.py).
 """
 
 from __future__ import annotations
@@ -174,12 +174,16 @@ class Checkpoints:
             hashes = {name: sha256_file(partial / name) for name in (_TENSORS, _TREE)}
             seal = {"schema_version": SCHEMA_VERSION, "kind": "training state", "step": step, "sha256": hashes}
             (partial / _COMPLETE).write_text(json.dumps(seal), encoding="utf-8")
-        self._publish(final)
+        self._publish(step)
 
-    def _publish(self, final: Path) -> None:
-        atomic_write_text(self.folder / _LATEST, final.name + "\n")
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old))
+    def _publish(self, step: int) -> None:
+        """Name the checkpoint of `step`, which is there, the latest; delete what is not among the `keep` up to it."""
+        atomic_write_text(self.folder / _LATEST, self.path(step).name + "\n")
+        steps = self.steps()
+        kept = [each for each in steps if each <= step][-self.keep :]
+        for other in reversed(steps):  # first those beyond, left by a run that this one, begun before them, replaces
+            if other not in kept:
+                shutil.rmtree(self.path(other))
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -238,7 +242,7 @@ class ShardedCheckpoints(Checkpoints):
             shutil.rmtree(final)
         sync_tree(partial)
         partial.rename(final)
-        self._publish(final)
+        self._publish(step)
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".step-{step:09d}.partial"

@@ -55,6 +55,21 @@ def test_the_newest_is_found_and_the_oldest_go(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "nothing").load_newest() is None
 
 
+@pytest.mark.parametrize("kind", ["whole", "parts"])
+def test_a_run_that_goes_on_from_an_earlier_state_keeps_its_own(tmp_path: Path, kind: str) -> None:
+    make = {"whole": Checkpoints, "parts": ShardedCheckpoints}[kind]
+    for keep, kept in ((1, [14]), (3, [8, 12, 14])):
+        checkpoints = make(tmp_path / str(keep), keep, World())
+        for step in (4, 8, 12, 16, 20):
+            make(tmp_path / str(keep), 9, World()).save(step, tree(float(step)), wait=True)
+        checkpoints.save(14, tree(14.0), wait=True)  # of a run that was resumed from step 12
+        assert checkpoints.steps() == kept
+        assert (checkpoints.folder / "latest").read_text() == "step-000000014\n"
+        newest = checkpoints.load_newest()
+        assert newest is not None
+        assert newest[0] == 14
+
+
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     real = checkpoint.save_tensors
