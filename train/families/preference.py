@@ -17,6 +17,7 @@ from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Pair
 from penjing.train.families.rows import RowTask, ready_config
+from penjing.train.objective.balancing import BalancingConfig
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.preference import DirectPreference, RewardModeling
 from penjing.train.processes.devices import choose_device
@@ -31,7 +32,7 @@ class PreferenceTuning(RowTask[PreferenceData, Pairs]):
     unit = "pairs"
 
     def __init__(self, folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> None:
-        _check_mesh(recipe)
+        _check_run(recipe)
         config = ready_config(folder, data)
         self._writer = ChatTokens.from_folder(folder, data.template)
         template = None if data.template is None or self._writer.template is None else self._writer.template.text
@@ -131,7 +132,11 @@ def preference_task(folder: Path, recipe: RunRecipe, data: PreferenceData, progr
     return tasks[recipe.objective.kind](folder, recipe, data, progress)
 
 
-def _check_mesh(recipe: RunRecipe) -> None:
+def _check_run(recipe: RunRecipe) -> None:
+    if recipe.balancing != BalancingConfig():
+        raise ConfigError(
+            "[balancing] is not for data.kind = 'preference', where nobody counts the load of experts; leave it out"
+        )
     parallel = recipe.parallel
     if parallel.pp * parallel.cp * parallel.ep > 1 or parallel.sequence:
         raise ConfigError(

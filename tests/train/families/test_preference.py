@@ -121,6 +121,18 @@ def test_what_cannot_be_meant_is_one_error(recipe: Path, setting: str, says: str
         train(recipe, [setting])
 
 
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+@pytest.mark.parametrize("setting", ["auxiliary_loss=1.0", "bias_rate=0.01"])
+def test_experts_are_not_balanced_by_pairs(recipe: Path, tmp_path: Path, kind: str, setting: str) -> None:
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    moe = {**shape, "router_bias": True, "scoring_func": "sigmoid"}
+    folder = write_tiny_checkpoint(tmp_path / "moe", tie_word_embeddings=False, model_type="penjing", moe=moe)
+    settings = [f"initial={folder}", f"objective.kind={kind}"]
+    build_task(load_train_recipe(recipe, settings), Silent())
+    with pytest.raises(ConfigError, match=r"\[balancing\] is not for data.kind = 'preference'.*leave it out"):
+        build_task(load_train_recipe(recipe, [*settings, f"balancing.{setting}"]), Silent())
+
+
 def test_a_reference_of_another_tokenizer_is_refused(recipe: Path, tmp_path: Path) -> None:
     other = write_tiny_checkpoint(tmp_path / "other", pre="smollm")
     with pytest.raises(ConfigError, match="has another tokenizer than initial"):
