@@ -14,6 +14,7 @@ from penjing.core.family import FAMILIES, family_of, table_of
 from penjing.core.progress import Progress
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.stream import Stream
+from penjing.train.objective.balancing import BalancingConfig
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import DataConfig
@@ -122,8 +123,10 @@ def build_task(recipe: TrainRecipe, progress: Progress) -> Task:
     if recipe.initial is not None:
         return build_checkpoint_task(recipe.initial, recipe, progress)
     assert recipe.model is not None, "a recipe has one or the other"
+    described = f"model.architecture = {recipe.model.architecture!r}"
+    _check_sections(recipe, recipe.model.family, described)
     family: Family = table_of("train", recipe.model.family)
-    _check_data(recipe, family, f"model.architecture = {recipe.model.architecture!r}")
+    _check_data(recipe, family, described)
     return family.new_task(recipe, progress)
 
 
@@ -135,13 +138,20 @@ def build_checkpoint_task(folder: Path, recipe: RunRecipe, progress: Progress) -
             data or does not fit the network.
     """
     name = family_of(folder)
-    if recipe.adapter is not None and name != "decoder":
-        raise ConfigError(f"[adapter] is for decoders, and {folder} is {FAMILIES.get(name, name)}; leave it out")
-    if recipe.evaluation.prompts and name != "decoder":
-        raise ConfigError(f"evaluation.prompts are for decoders, and {folder} is {FAMILIES.get(name, name)}")
+    _check_sections(recipe, name, str(folder))
     family: Family = table_of("train", name)
     _check_data(recipe, family, f"{folder}, a network of the family {name!r}")
     return family.checkpoint_task(folder, recipe, progress)
+
+
+def _check_sections(recipe: RunRecipe, name: str, model: str) -> None:
+    given = {
+        "[adapter] is": recipe.adapter is not None,
+        "[balancing] is": recipe.balancing != BalancingConfig(),
+        "evaluation.prompts are": bool(recipe.evaluation.prompts),
+    }
+    if name != "decoder" and (wrong := [section for section, is_set in given.items() if is_set]):
+        raise ConfigError(f"{wrong[0]} for decoders, and {model} is {FAMILIES.get(name, name)}; leave it out")
 
 
 def _check_data(recipe: RunRecipe, family: Family, model: str) -> None:

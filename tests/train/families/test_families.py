@@ -12,7 +12,7 @@ from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import names_of, table_of
 from penjing.core.progress import Silent
-from penjing.train.families.base import Family, build_checkpoint_task
+from penjing.train.families.base import Family, build_checkpoint_task, build_task
 from penjing.train.recipe.data import (
     ChatData,
     FashionData,
@@ -61,6 +61,25 @@ def test_a_checkpoint_that_cannot_be_trained_so_is_one_line(
     with pytest.raises(error, match=message) as caught:
         build_checkpoint_task(tmp_path, recipe, Silent())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("adapter.rank=4", r"\[adapter\] is for decoders, and .* is an image classifier; leave it out"),
+        ("balancing.auxiliary_loss=1.0", r"\[balancing\] is for decoders, and .* is an image classifier"),
+        ("evaluation.prompts=['hi']", "evaluation.prompts are for decoders, and .* is an image classifier"),
+    ],
+)
+def test_sections_of_decoders_are_refused_for_other_networks(
+    tmp_path: Path, is_new: bool, setting: str, says: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"task": "image-classification"}')
+    changes = [setting] if is_new else [setting, f"initial={tmp_path}"]
+    recipe = load_recipe(TrainRecipe, RECIPES / "resnet-fashion.toml", changes)
+    with pytest.raises(ConfigError, match=says):
+        build_task(recipe, Silent())
 
 
 def test_a_family_is_loaded_when_it_is_asked_for() -> None:
