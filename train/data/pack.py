@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penjing.core.cache import cache_dir
-from penjing.core.checkpoint.decoder import copy_tokenizer
+from penjing.core.checkpoint.decoder import TOKENIZER_FILES, copy_tokenizer
 from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.files import atomic_write_text, sync_tree, writing
 from penjing.core.manifest import read_json_object
@@ -282,7 +282,9 @@ def _fingerprint(
         path = tokenizer / "tokenizer.json"
         if not path.exists():
             raise InputError(f"data.tokenizer: {path} does not exist; name a folder with a tokenizer.json")
-        facts.append(hashlib.sha256(path.read_bytes()).hexdigest())
+        for name in TOKENIZER_FILES:  # conversations are written by the template, and documents end as the others say
+            if (path := tokenizer / name).is_file():
+                facts += [name, hashlib.sha256(path.read_bytes()).hexdigest()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from penjing.core.errors import InputError
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.pack import pack
+from penjing.train.data.pack import pack, prepare_tokens
 from penjing.train.data.shards import TokenShards, read_index
 
 WORDS = [
@@ -172,3 +173,29 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         with pytest.raises(InputError, match=says):
             pack(tmp_path / name, (str(source),), 300, held_out=0.1, tokenizer=None, progress=Changing(to))
+
+
+def test_the_cache_follows_the_template_and_the_end_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: Path
+) -> None:
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    shutil.copy(shards / "tokenizer.json", tokenizer)
+    talks = [[{"role": "user", "content": f"question {number}"}] for number in range(20)]
+    source = tmp_path / "talks.jsonl"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages[0].content }}"}
+    found = []
+    for changed in ({}, {"chat_template": "Q: {{ messages[0].content }}"}, {"eos_token": "!"}):
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | changed))
+        found.append(prepare_tokens((str(source),), 320, held_out=0.1, tokenizer=tokenizer))
+    (tokenizer / "chat_template.jinja").write_text("A: {{ messages[0].content }}")
+    found.append(prepare_tokens((str(source),), 320, held_out=0.1, tokenizer=tokenizer))
+    begins, ends = [], []
+    for folder in found:
+        part = TokenShards(folder, "train")
+        begins.append(Tokenizer.from_folder(folder).decode(part.read(0, part.num_tokens).tolist())[:4])
+        ends.append(read_index(folder).end_of_text)
+    assert begins == ["ques", "Q: q", "ques", "A: q"]
+    assert ends[0] == ends[1] != ends[2] == ends[3]
