@@ -34,7 +34,7 @@ from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard
 from penjing.train.data.survey import Survey, forget_survey, load_survey, survey
 
 END_OF_TEXT = "<|endoftext|>"
-_LAYOUT = 2  # raise it when packing changes, so that older shards in the cache are not taken
+_LAYOUT = 3  # raise it when packing changes, so that older shards in the cache are not taken
 _TOGETHER = 256  # documents encoded in one call
 _DONE = "packed.json"  # while packing: documents and tokens of each split that are on the disk
 _LONGEST = 1 << 22  # characters

@@ -85,7 +85,7 @@ def survey(
         records: each with its source.
         held_out: share of the text that is kept apart.
         most_damaged: share of the documents that may be damaged.
-        domain_of: the domain of a record; each of them gets held-out text.
+        domain_of: the domain of a record; each of them gets text to train on and held-out text.
 
     Raises:
         InputError: more of them are.
@@ -126,10 +126,12 @@ def survey(
     label = connected([*keys_DB.T, np.array(groups, np.uint64)], len(sizes))
     facts: list[Any] = [label, np.array(places), np.array(sizes, np.int64), np.array(cuts)]
     whole = _split(*facts, share=held_out)
+    own = ~np.array(made)
     for members in domains.values():
-        if (whole.trained[members] == _WHOLE).all():
+        trained = whole.trained[members]
+        if (trained == _WHOLE).all() or (own[members].any() and not (trained > 0).any()):
             whole.trained[members] = _split(*(each[members] for each in facts), share=held_out).trained
-    whole.trained[np.array(made) & (whole.trained != _WHOLE)] = -1
+    whole.trained[~own & (whole.trained != _WHOLE)] = -1
     return whole
 
 

@@ -174,11 +174,16 @@ class MixedLanguageModeling(LanguageModeling):
 
     def held_out_parts(self, micro_batch: int, world: World) -> Mapping[str, Callable[[], Iterator[Batch]]]:
         """See `MixedTask`: each domain gives as many samples."""
-        shards = domain_shards(self.folder, "held_out")
-        if missing := [name for name in domain_shards(self.folder, "train") if name not in shards]:
+        shards, trained = domain_shards(self.folder, "held_out"), domain_shards(self.folder, "train")
+        if missing := [name for name in trained if name not in shards]:
             raise ConfigError(
                 f"data.mixing: domains {', '.join(missing)} have no held-out text; give them more, or raise "
                 "data.held_out"
+            )
+        if untrained := [name for name in shards if name not in trained]:
+            raise ConfigError(
+                f"data.mixing: domains {', '.join(untrained)} are held out as a whole, with nothing to train on; give "
+                "them more text, or leave them out"
             )
         each = max(1, self._recipe.evaluation.samples // len(shards))
         share = {"micro_batch": micro_batch, "rank": world.rank, "world_size": world.size}

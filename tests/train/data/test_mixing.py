@@ -280,3 +280,14 @@ def test_a_run_records_each_domain_and_moves_the_mixture(
             rose[name] += after[f"eval/loss/{name}"] > before[f"eval/loss/{name}"]
     odds = [each["mixing/b.txt"] / each["mixing/one/two"] for each in heard]
     assert odds[-1] == pytest.approx(odds[0] * 1.15 ** (rose["b.txt"] - rose["one/two"]))
+
+
+def test_a_domain_without_text_to_train_on_is_refused(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "a.jsonl"
+    rows = [{"text": f"number {n * 7919 % 1000} " * 30, "domain": "main"} for n in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "x", "domain": "one letter"}]))
+    with pytest.raises(ConfigError, match=r"domains one letter are held out as a whole, with nothing to train on"):
+        run(recipe, tmp_path, [str(source)])

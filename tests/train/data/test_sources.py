@@ -13,6 +13,7 @@ import pytest
 from penjing.core.errors import InputError
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.data.corpora import name_place
 from penjing.train.data.pack import pack, prepare_tokens
 from penjing.train.data.shards import TokenShards, read_index
 
@@ -126,6 +127,20 @@ def test_clusters_that_the_source_names_stay_on_one_side(tmp_path: Path) -> None
     families = {split: {text.split()[-1] for text in texts} for split, texts in found.items()}
     assert families["held_out"]
     assert not families["train"] & families["held_out"]
+
+
+def test_a_domain_is_never_held_out_as_a_whole(tmp_path: Path) -> None:
+    source, count = tmp_path / "a.jsonl", 100
+    while name_place(f"a.jsonl, line {count + 1}") >= 0.1:
+        count += 1
+    rows = [{"text": prose(seed), "domain": "main"} for seed in range(count)]
+    alone = {"text": prose(count, 400), "domain": "alone"}
+    source.write_text("\n".join(map(json.dumps, [*rows, alone])))
+    found = packed(tmp_path / "out", source, by_domain=True)
+    assert set(found) == {"train@main", "held_out@main", "train@alone", "held_out@alone"}
+    (train,), (held_out,) = found["train@alone"], found["held_out@alone"]
+    assert train + held_out == alone["text"]
+    assert len(held_out) < 0.2 * len(train)
 
 
 def test_damaged_documents_are_counted_listed_and_left_out(tmp_path: Path) -> None:
