@@ -39,7 +39,7 @@ _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what reading a dam
 
 @dataclass(frozen=True)
 class Record:
-    """A document: a text, or a conversation that is not checked yet (`text` is None).
+    """A document: a text, or a conversation, whose messages are objects of which no more is known (`text` is None).
 
     Attributes:
         name: its file, as the caller calls it, and its line or row: "notes/a.txt", "chats.jsonl, line 3".
@@ -238,17 +238,37 @@ def _of_values(values: Mapping[str, Any], where: str, column: str | None, shown:
         return Damage(where, f"has no field {column!r}, only {', '.join(map(repr, values)) or 'none'}")
     for key in (column,) if column is not None else TEXT_FIELDS:
         value = values.get(key)
-        if isinstance(value, str):
-            if "\0" in value:
-                return Damage(where, "holds the character NUL")
-            if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-                return Damage(where, "holds half a surrogate pair, which is no character")
-            return Record(where, value, fields={name: each for name, each in values.items() if name != key})
-        if key == "messages" and key in values:
-            return Record(where, None, value, {name: each for name, each in values.items() if name != key})
+        if isinstance(value, str) or (key == "messages" and key in values):
+            if (wrong := _wrong(value) if isinstance(value, str) else _wrong_messages(value)) is not None:
+                return Damage(where, wrong)
+            fields = {name: each for name, each in values.items() if name != key}
+            return Record(where, value, fields=fields) if isinstance(value, str) else Record(where, None, value, fields)
     if column is not None:
         return Damage(where, f"the field {column!r} holds no text but {type(values[column]).__name__}")
     return Damage(where, f'an object with "text" or "messages" is needed, not {shown.strip()[:60]!r}')
+
+
+def _wrong(text: str) -> str | None:
+    if "\0" in text:
+        return "holds the character NUL"
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        return "holds half a surrogate pair, which is no character"
+    return None
+
+
+def _wrong_messages(messages: Any) -> str | None:
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return "messages must be a list of objects with role and content"
+    found = list[Any](messages)  # JSON may be nested more deeply than Python calls
+    while found:
+        value = found.pop()
+        if isinstance(value, str) and (wrong := _wrong(value)) is not None:
+            return wrong
+        if isinstance(value, dict):
+            found += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            found += value
+    return None
 
 
 def _rows(file: AnyFile, name: str, column: str | None) -> Iterator[Record | Damage]:

@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -114,19 +115,19 @@ def pack(
     """Fill `folder` with shards, index and tokenizer; see `prepare_tokens`. Where an earlier call on the same sources
     was killed, go on with what it has left there."""
     size = sum(size_of(source) for source in sources)
+    template = None if tokenizer is None else ChatTemplate.from_folder(tokenizer)
     if (split := load_survey(folder)) is None:
         progress.start("looking for near duplicates", size)
         everything = ((record, source) for source in sources for record in documents(source, column))
-        split = survey(everything, held_out, most_damaged, folder, progress, domain_of if by_domain else None)
+        written, said = partial(_written, template=template), domain_of if by_domain else None
+        split = survey(everything, written, held_out, most_damaged, folder, progress, said)
         split.save(folder)
         if split.note:
             progress.note(split.note)
     if not (split.trained > 0).any():
         raise InputError(f"data.sources {list(sources)} hold no text; name others")
-    template = None
     if tokenizer is not None:
         copy_tokenizer(tokenizer, folder)
-        template = ChatTemplate.from_folder(tokenizer)
     texts = _Texts(sources, column, split, template)
     if tokenizer is None and not (folder / _TOKENIZER_CONFIG).exists():
         progress.start("training the tokenizer", size)
@@ -200,22 +201,34 @@ class _Texts:
         index = 0
         for source in self._sources:
             for record in documents(source, self._column):
-                if isinstance(record, Record):
-                    yield domain_of(record, source), *self._split.parts(index, self._written(record))
-                    index += 1
+                if not isinstance(record, Record):
+                    continue
+                try:
+                    text = _written(record, self._template)
+                except RequestError:  # the survey has counted it as damaged
+                    continue
+                yield domain_of(record, source), *self._split.parts(index, text)
+                index += 1
 
-    def _written(self, record: Record) -> str:
-        if record.text is not None:
-            return record.text
-        if self._template is None:
-            raise InputError(
-                f"{record.name}: conversations need a chat template; name the folder of a tokenizer that has one "
-                "(data.tokenizer), or give texts"
-            )
-        try:
-            return self._template.render(record.messages, add_generation_prompt=False)
-        except RequestError as error:
-            raise InputError(f"{record.name}: {error}") from None
+
+def _written(record: Record, template: ChatTemplate | None) -> str:
+    """The text of a document; a conversation is written by `template`.
+
+    Raises:
+        InputError: it is needed, and there is none.
+        RequestError: it refuses the conversation, or makes no text of it.
+    """
+    if record.text is not None:
+        return record.text
+    if template is None:
+        raise InputError(
+            f"{record.name}: conversations need a chat template; name the folder of a tokenizer that has one "
+            "(data.tokenizer), or give texts"
+        )
+    text = template.render(record.messages, add_generation_prompt=False)
+    if not text.strip():
+        raise RequestError("messages: the chat template makes no text of them")
+    return text
 
 
 def _writer(folder: Path, split: str, vocab_size: int, written: int) -> ShardWriter:

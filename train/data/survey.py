@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, RequestError
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import Progress
 from penjing.core.text.near_duplicates import Signer, connected
@@ -73,6 +73,7 @@ def forget_survey(folder: Path) -> None:
 
 def survey(
     records: Iterable[tuple[Record | Damage, str]],
+    written: Callable[[Record], str],
     held_out: float,
     most_damaged: float,
     folder: Path,
@@ -83,6 +84,7 @@ def survey(
 
     Args:
         records: each with its source.
+        written: the text of a record; a `RequestError` counts as damage.
         held_out: share of the text that is kept apart.
         most_damaged: share of the documents that may be damaged.
         domain_of: the domain of a record; each of them gets text to train on and held-out text.
@@ -103,7 +105,11 @@ def survey(
         if isinstance(record, Damage):
             damaged.add(record)
             continue
-        text = record.text if record.text is not None else json.dumps(record.messages)
+        try:
+            text = written(record)
+        except RequestError as error:
+            damaged.add(Damage(record.name, str(error).removeprefix("messages: ")))
+            continue
         keys.append(signer.keys(text))
         places.append(name_place(record.name))
         made.append(bool(record.fields.get("made")))

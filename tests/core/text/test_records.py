@@ -71,6 +71,10 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: st
         (b'["text"]', "an object"),
         (b'{"text": 3}', "an object"),
         (b"[" * 100_000, "not JSON"),
+        (b'{"messages": null}', "messages must be a list of objects"),
+        (b'{"messages": ["hi"]}', "messages must be a list of objects"),
+        (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', "half a surrogate pair"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a\\u0000b"}]}]}', "NUL"),
     ],
 )
 def test_a_damaged_line_costs_itself_alone(tmp_path: Path, line: bytes, reason: str) -> None:

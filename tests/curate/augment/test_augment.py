@@ -286,6 +286,10 @@ def rows(number: int, **fields: Any) -> list[tuple[Record, str]]:
     return [(Record(f"{place}", text, fields={"cluster": "", **fields}), "s") for place, text in enumerate(texts)]
 
 
+def text_of(record: Record) -> str:
+    return record.text or ""
+
+
 def test_what_was_made_is_never_held_out(tmp_path: Path) -> None:
     whole = rows(200)
     made = [
@@ -293,7 +297,7 @@ def test_what_was_made_is_never_held_out(tmp_path: Path) -> None:
         for each, _ in whole
     ]
     whole = [(Record(each.name, each.text, fields={"cluster": f"c{each.name}"}), "s") for each, _ in whole]
-    found = survey([*whole, *made], 0.1, 0.01, tmp_path, Silent())
+    found = survey([*whole, *made], text_of, 0.1, 0.01, tmp_path, Silent())
     originals, variants = found.trained[:200], found.trained[200:]
     held = originals == 0
     assert 5 < held.sum() < 40
@@ -301,9 +305,9 @@ def test_what_was_made_is_never_held_out(tmp_path: Path) -> None:
     assert (variants[~held] > 0).all()
     assert found.parts(200 + int(np.flatnonzero(held)[0]), "text") == ("", "")
     with pytest.raises(InputError, match="made of others"):
-        survey(made, 0.1, 0.01, tmp_path, Silent())
+        survey(made, text_of, 0.1, 0.01, tmp_path, Silent())
 
 
 def test_documents_whose_cluster_is_not_known_are_no_cluster(tmp_path: Path) -> None:
-    found = survey(rows(200), 0.1, 0.01, tmp_path, Silent())
+    found = survey(rows(200), text_of, 0.1, 0.01, tmp_path, Silent())
     assert 5 < (found.trained == 0).sum() < 40

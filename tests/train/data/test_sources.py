@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import shutil
@@ -168,6 +169,41 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
     with pytest.raises(InputError, match=r"a.jsonl, line 1: conversations need a chat template; name the folder"):
         packed(tmp_path / "out", source)
+
+
+def test_conversations_that_a_template_refuses_are_damaged(tmp_path: Path, shards: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shards / name, tokenizer)
+    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    template = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"
+    (tokenizer / "chat_template.jinja").write_text(template)
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    time = datetime.datetime(2024, 1, 1)
+    rows = [[{"role": "user", "content": f"question {number} ", "time": time}] for number in range(300)]
+    for place, message in ((7, {"role": "tool", "content": "2"}), (9, {"role": "user", "content": " "})):
+        rows[place] = [{**message, "time": time}]
+    pq.write_table(pa.table({"messages": [*rows, None]}), tmp_path / "a.parquet")
+    notes, out = Notes(), tmp_path / "out"
+    out.mkdir()
+    source = (str(tmp_path / "a.parquet"),)
+    pack(out, source, 320, held_out=0.1, tokenizer=tokenizer, progress=notes, most_damaged=0.01)
+    assert "left out 3 of 301 documents" in notes.notes[0]
+    listed = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert [each["reason"] for each in listed] == [
+        "the chat template rejects them: no tools here",
+        "the chat template makes no text of them",
+        "messages must be a list of objects with role and content",
+    ]
+    ready, text = Tokenizer.from_folder(out), ""
+    for split in read_index(out).splits:
+        part = TokenShards(out, split)
+        text += ready.decode(part.read(0, part.num_tokens).tolist())
+    asked = [int(each) for each in text.split("question")[1:]]
+    assert sorted(asked) == [number for number in range(300) if number not in (7, 9)]
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
