@@ -124,7 +124,8 @@ def write(path: Path, documents: Iterator[Document]) -> None:
 
 def texts_of(work: Path, arm: str) -> list[str]:
     if arm == RAW:
-        return [json.loads(line)["text"] for line in (work / "sample.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = (work / "sample.jsonl").read_text(encoding="utf-8").split("\n")  # texts keep U+2028 and its like
+        return [json.loads(line)["text"] for line in lines if line]
     found = corpus(work / "sample-curated")
     return [each.text for each in found if arm == CURATED or each.language == "en"]
 

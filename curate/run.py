@@ -162,7 +162,8 @@ def _check_damage(plan: Plan, stage: Stage, counts: Counts) -> None:
 
 def _masked_labels(path: Path, masked: Callable[[str], str]) -> str:
     """Lines of labels whose texts `masked` has taken personal data out of."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # not splitlines: texts keep line separators such as U+2028 within a line of JSON
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     return "".join(json.dumps({**row, "text": masked(row["text"])}, ensure_ascii=False) + "\n" for row in rows)
 
 

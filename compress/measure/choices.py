@@ -39,7 +39,7 @@ def read_questions(path: Path, setting: str) -> list[tuple[int, Question]]:
         InputError: the file cannot be read or has no question; or names the line that is none, and why.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028, which a question may hold
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{setting}: {path} cannot be read as UTF-8 text ({error}); name a .jsonl file") from error
     found = [(number, _question(line, f"{setting}: {path}, line {number}")) for number, line in _filled(lines)]

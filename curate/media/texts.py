@@ -19,7 +19,8 @@ class Texts:
         for table in sorted(source.rglob("metadata.jsonl")) if source.is_dir() else ():
             if not table.is_file():  # a pipe would be waited for
                 continue
-            for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+            # not splitlines: captions keep line separators such as U+2028 within a line of JSON
+            for line in table.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
                 row = _parsed(line)
                 if isinstance(name := row.get("file_name"), str) and (text := _said(row)):
                     self._lines[table.parent / name] = text
@@ -33,7 +34,7 @@ class Texts:
         for beside in (path.with_suffix(".txt"), path.with_suffix(".json")):
             if beside.is_file() and beside.stat().st_size <= _TEXT_BYTES:
                 try:
-                    text = beside.read_text(encoding="utf-8")
+                    text = beside.read_text(encoding="utf-8-sig")
                 except (OSError, UnicodeDecodeError) as error:
                     raise InputError(f"has a text that cannot be read ({error})") from None
                 text = text.strip() if beside.suffix == ".txt" else _said(_parsed(text))

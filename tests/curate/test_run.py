@@ -159,6 +159,14 @@ def test_damage_is_listed_and_too_much_of_it_stops(tmp_path: Path) -> None:
     assert len(corpus_of(made.output)) == len(found)  # the old corpus stays
 
 
+def test_labels_with_line_separators_are_masked_too(tmp_path: Path) -> None:
+    rows = [{"text": f"one{sign}two", "label": 3.0, "language": "en"} for sign in "\u2028\u2029\x85\n"]
+    path = tmp_path / "labels.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    masked = running._masked_labels(path, str.upper)
+    assert [json.loads(line)["text"] for line in masked.split("\n")[:-1]] == [row["text"].upper() for row in rows]
+
+
 def test_why(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

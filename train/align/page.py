@@ -108,9 +108,10 @@ def _finite(value: Any) -> bool:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file of JSON lines; none if there is no file. A last line that was cut off is passed over."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    # not splitlines: answers keep line separators such as U+2028 within a line of JSON
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError:  # the run was killed while it wrote this
+        except json.JSONDecodeError:  # the run was killed while it wrote this, or nothing follows the last break
             continue
     return found

@@ -23,6 +23,7 @@ from penjing.core.manifest import verify
 from penjing.curate.media import run
 from penjing.curate.media.images import Gallery, Picture, read_picture
 from penjing.curate.media.run import curate_media
+from penjing.curate.media.texts import Texts
 from penjing.train.sources.pairs import open_pairs
 from penjing.train.sources.settings import SourceSettings
 
@@ -255,6 +256,18 @@ def test_hostile_names_and_texts(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds no file that ends with .jpg"):
         curate_media(tmp_path / "empty", tmp_path / "new")
+
+
+def test_captions_are_read_after_byte_order_marks_and_with_line_separators(tmp_path: Path) -> None:
+    signs = {"a": " ", "b": "\u2028", "c": "\x85"}
+    rows = [{"file_name": f"{name}.jpg", "text": f"a{sign}b"} for name, sign in signs.items()]
+    written = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "metadata.jsonl").write_text(f"\ufeff{written}", encoding="utf-8")
+    (tmp_path / "d.txt").write_text("\ufeffa text", encoding="utf-8")
+    (tmp_path / "e.json").write_text('\ufeff{"caption": "a caption"}', encoding="utf-8")
+    texts = Texts(tmp_path)
+    said = [texts.of(tmp_path / f"{name}.jpg") for name in "abcde"]
+    assert said == ["a b", "a\u2028b", "a\x85b", "a text", "a caption"]
 
 
 def test_tables_of_texts_that_are_no_files_are_passed_over(tmp_path: Path) -> None:

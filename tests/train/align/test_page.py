@@ -13,8 +13,9 @@ def test_a_page_shows_rewards_over_the_distance(tmp_path: Path) -> None:
     records = [*steps, {"step": 5, "eval/reward": 0.625, "eval/gold": 0.25}, {"step": 5, "alarm": "…"}]
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "rew')  # killed while it wrote
-    answers = [{"prompt": "2+2", "answer": f"<b>{place}</b>", "reward": 1.0} for place in range(12)]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
+    answers = [{"prompt": "2+2", "answer": f"<b>{place}</b>\u2028", "reward": 1.0} for place in range(12)]
+    written = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in answers)
+    (tmp_path / "answers.jsonl").write_text(written)
     page = write_rollout_page(tmp_path, "ppo from build/x", 10)
     assert page is not None
     html = page.read_text()

@@ -17,7 +17,7 @@ from penjing.core.progress import Silent
 from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.monitor.flops import _cpu_attention_flops, forward_flops, peak_flops
 from penjing.train.monitor.monitor import ActivationRanges, Monitor, MonitorConfig, open_sinks
-from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, TensorBoard
+from penjing.train.monitor.sinks import JsonLines, Prometheus, Record, TensorBoard, drop_later
 from penjing.train.monitor.summary import summary
 from penjing.train.objective.objective import CrossEntropy
 from tests.conftest import tiny_config
@@ -112,6 +112,14 @@ def test_json_lines_drop_what_is_done_again(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25},
     ]  # fmt: skip
+
+
+def test_answers_with_line_separators_are_one_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    answers = [{"step": step, "answer": f"one{sign}two"} for step, sign in enumerate("\u2028\u2029\x85\n\x0b")]
+    path.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in answers))
+    drop_later(path, 3)
+    assert [json.loads(line) for line in path.read_text().split("\n") if line] == answers[:4]
 
 
 def test_values_that_json_lacks_become_null() -> None:
