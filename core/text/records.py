@@ -286,9 +286,17 @@ def _rows(file: AnyFile, name: str, column: str | None) -> Iterator[Record | Dam
 def _batches(file: AnyFile, arrow: Any) -> Iterator[Any]:
     """Record batches of the columns that can be part of a document: no bytes, no lists but conversations."""
 
+    types = arrow.types
+    texts = (types.is_string, types.is_large_string, types.is_string_view)
+    plain = (*texts, types.is_integer, types.is_floating)
+
+    def fits(kind: Any) -> bool:
+        if types.is_dictionary(kind):  # categories, as pandas calls them
+            return any(is_(kind.value_type) for is_ in texts)
+        return any(is_(kind) for is_ in plain)
+
     def wanted(schema: Any) -> list[str]:
-        plain = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_integer, arrow.types.is_floating)
-        return [each.name for each in schema if each.name in TEXT_FIELDS or any(is_(each.type) for is_ in plain)]
+        return [each.name for each in schema if each.name in TEXT_FIELDS or fits(each.type)]
 
     if form_of(file) == ".parquet":
         stored = file if isinstance(file, Path) else open_remote(file)

@@ -140,6 +140,25 @@ def test_tables_give_the_same_documents(tmp_path: Path) -> None:
         list(read_records(tmp_path / "b.parquet", "b"))
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_categories_are_texts(tmp_path: Path, name: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    categories = {"body": ["one", "two"], "domain": ["a", "a"]}
+    columns = {key: pa.array(values).dictionary_encode() for key, values in categories.items()}
+    table = pa.table({**columns, "cluster": pa.array(["b", "c"], pa.string_view())})
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.OSFile(str(tmp_path / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    assert list(read_records(tmp_path / name, "a", "body")) == [
+        Record("a, row 1", "one", fields={"domain": "a", "cluster": "b"}),
+        Record("a, row 2", "two", fields={"domain": "a", "cluster": "c"}),
+    ]
+
+
 def test_of_a_data_set_the_training_tables_are_taken(tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     (hub / "data").mkdir(parents=True)
