@@ -1,4 +1,4 @@
-"""Documents out of files as people have them: plain text, JSON lines, Parquet and Arrow tables, each compressed or not;
+"""Documents out of files as people have them: plain text and JSON lines, compressed or not, Parquet and Arrow tables;
 read as a stream, and what is damaged is told with its place and reason.
 
 The one reader of training, calibration and curation.
@@ -118,6 +118,40 @@ def arrow_module(name: str, file: AnyFile) -> Any:
         return import_module(f"pyarrow.{name}" if name else "pyarrow")
     except ImportError:
         raise SetupError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from None
+
+
+def table_batches(file: AnyFile, columns: Callable[[Any], list[str]] | None = None) -> Iterator[Any]:
+    """Arrow's record batches of a file of `TABLES`, of some hundred rows each; .arrow may be a stream or a file.
+
+    Args:
+        columns: the names of those that are wanted, of a schema; by default all.
+
+    Raises:
+        InputError: the file is compressed as a whole.
+        SetupError: pyarrow is not installed.
+        ArrowException, OSError: of pyarrow, the file is damaged.
+    """
+    if file.suffix.lower() in COMPRESSED:
+        raise InputError(
+            f"{file} is a table that is compressed as a whole, and tables are read from many places at once; unpack it "
+            "(Parquet compresses within)"
+        )
+    arrow = arrow_module("", file)
+    if form_of(file) == ".parquet":
+        stored = file if isinstance(file, Path) else open_remote(file)
+        with arrow_module("parquet", file).ParquetFile(stored) as table:
+            yield from table.iter_batches(_ROWS, columns=None if columns is None else columns(table.schema_arrow))
+        return
+    with arrow.memory_map(str(file)) if isinstance(file, Path) else arrow.PythonFile(open_remote(file)) as stream:
+        try:
+            reader = arrow.ipc.open_stream(stream)
+        except arrow.ArrowInvalid:
+            whole = arrow.ipc.open_file(stream)
+            reader = (whole.get_batch(index) for index in range(whole.num_record_batches))
+        for batch in reader:
+            chosen = batch if columns is None else batch.select(columns(batch.schema))
+            for begin in range(0, chosen.num_rows, _ROWS):
+                yield chosen.slice(begin, _ROWS)
 
 
 class _Zstd(io.RawIOBase):
@@ -273,19 +307,6 @@ def _wrong_messages(messages: Any) -> str | None:
 
 def _rows(file: AnyFile, name: str, column: str | None) -> Iterator[Record | Damage]:
     arrow, number = arrow_module("", file), 0
-    try:
-        for batch in _batches(file, arrow):
-            _check_column(file, batch.schema.names, column)
-            for row in batch.to_pylist():
-                number += 1
-                yield _of_values(row, f"{name}, row {number}", column, str(row))
-    except (arrow.ArrowException, OSError) as error:
-        raise _unreadable(file, number, "row", error) from error
-
-
-def _batches(file: AnyFile, arrow: Any) -> Iterator[Any]:
-    """Record batches of the columns that can be part of a document: no bytes, no lists but conversations."""
-
     types = arrow.types
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     plain = (*texts, types.is_integer, types.is_floating)
@@ -296,23 +317,17 @@ def _batches(file: AnyFile, arrow: Any) -> Iterator[Any]:
         return any(is_(kind) for is_ in plain)
 
     def wanted(schema: Any) -> list[str]:
+        """What can be part of a document: no bytes, no lists but conversations."""
         return [each.name for each in schema if each.name in TEXT_FIELDS or fits(each.type)]
 
-    if form_of(file) == ".parquet":
-        stored = file if isinstance(file, Path) else open_remote(file)
-        with arrow_module("parquet", file).ParquetFile(stored) as table:
-            yield from table.iter_batches(_ROWS, columns=wanted(table.schema_arrow))
-        return
-    with arrow.memory_map(str(file)) if isinstance(file, Path) else arrow.PythonFile(open_remote(file)) as stream:
-        try:
-            reader = arrow.ipc.open_stream(stream)
-        except arrow.ArrowInvalid:
-            whole = arrow.ipc.open_file(stream)
-            reader = (whole.get_batch(index) for index in range(whole.num_record_batches))
-        for batch in reader:
-            names = wanted(batch.schema)
-            for begin in range(0, batch.num_rows, _ROWS):
-                yield batch.select(names).slice(begin, _ROWS)
+    try:
+        for batch in table_batches(file, wanted):
+            _check_column(file, batch.schema.names, column)
+            for row in batch.to_pylist():
+                number += 1
+                yield _of_values(row, f"{name}, row {number}", column, str(row))
+    except (arrow.ArrowException, OSError) as error:
+        raise _unreadable(file, number, "row", error) from error
 
 
 def _check_column(file: AnyFile, names: list[str], column: str | None) -> None:

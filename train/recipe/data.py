@@ -45,7 +45,7 @@ class TextData(DataConfig):
     kind: Literal["text"] = Field(description="Text as packed sequences of tokens.")
     sources: tuple[str, ...] = Field(
         default=(),
-        description="Files and folders: text, JSON lines, Parquet, Arrow, each also compressed, or a data set of "
+        description="Files and folders: text and JSON lines, also compressed, Parquet and Arrow, or a data set of "
         "Hugging Face or of `penjing curate`; also elsewhere, such as s3://bucket/corpus/ or https://host/a.jsonl.gz; "
         "'builtin:prose' or 'builtin:code'.",
     )

@@ -140,6 +140,13 @@ def test_tables_give_the_same_documents(tmp_path: Path) -> None:
         list(read_records(tmp_path / "b.parquet", "b"))
 
 
+def test_a_table_that_is_compressed_as_a_whole_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = write(tmp_path / "a.parquet.gz", gzip.compress(b"a table"))
+    with pytest.raises(InputError, match=r"a.parquet.gz is a table that is compressed as a whole.*; unpack it"):
+        list(read_records(path, "a"))
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_categories_are_texts(tmp_path: Path, name: str) -> None:
     pa = pytest.importorskip("pyarrow")
