@@ -34,7 +34,7 @@ _UNPACKED = (
     50  # a longer compressed text than LONGEST_LINE is read up to so many times its size: text packs 3 to 10 times
 )
 _PIECE = 1 << 12  # bytes of a .zst file at once: they unpack to 128 MB at most, four bytes to a block of 128 KB
-_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what reading a damaged or compressed file raises
+DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what reading a damaged or compressed file raises
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _raw_lines(file: AnyFile) -> Iterator[tuple[int, bytes]]:
                 yield number, line
                 while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
                     line = stream.readline(LONGEST_LINE + 1)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise _unreadable(file, number, "line", error) from error
 
 
@@ -351,7 +351,7 @@ def _text(file: AnyFile, name: str) -> Iterator[Record | Damage]:
                 yield Damage(name, f"unpacks to more than {LONGEST_LINE >> 20} MB and {_UNPACKED} times its size")
                 return
         raw = raw.removeprefix(b"\xef\xbb\xbf")
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise _unreadable(file, 0, "line", error) from error
     text, wrong = _decoded(raw)
     if wrong is None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penjing.core.errors import InputError, RequestError
 from penjing.core.progress import Progress
-from penjing.core.text.records import LINES, TABLES, arrow_module, form_of, open_bytes
+from penjing.core.text.records import DAMAGED, LINES, TABLES, arrow_module, form_of, open_bytes, table_batches
 from penjing.core.text.source_files import files_below
 from penjing.train.chat.builtin import BUILTIN, builtin_rows
 
@@ -154,7 +154,7 @@ def _rows(source: str, progress: Progress, named: str) -> Iterator[tuple[str, Ro
                     progress.advance(len(raw))
                     if raw.strip():
                         yield f"{file}, line {number}", _of_line(raw)
-        except (OSError, EOFError) as error:
+        except DAMAGED as error:
             raise InputError(f"{named}: {file} cannot be read: {error}; get it again") from error
 
 
@@ -169,14 +169,8 @@ def _of_line(raw: bytes) -> Row | str:
 def _table(file: Path, named: str) -> Iterator[Row]:
     arrow = arrow_module("", file)
     try:
-        if form_of(file) == ".parquet":
-            with arrow_module("parquet", file).ParquetFile(file) as table:
-                for batch in table.iter_batches(256):
-                    yield from map(_without_nulls, batch.to_pylist())
-            return
-        with arrow.memory_map(str(file)) as stream:
-            for batch in arrow.ipc.open_stream(stream):
-                yield from map(_without_nulls, batch.to_pylist())
+        for batch in table_batches(file):
+            yield from map(_without_nulls, batch.to_pylist())
     except (arrow.ArrowException, OSError) as error:
         raise InputError(f"{named}: {file} cannot be read: {error}; get it again") from error
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +177,28 @@ def test_tables_hold_the_same_rows(chat: ChatTokens, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"messages": turns("a", "b")}, {"messages": turns("c", "d", "e", "f")}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chats.parquet")
-    sources = write(tmp_path / "chats.jsonl", rows)
-    ours, theirs = (
-        take_rows(each, chat.masked, 0.0, Silent())[0] for each in (sources, [str(tmp_path / "chats.parquet")])
-    )
-    assert [text.ids.tolist() for text in ours] == [text.ids.tolist() for text in theirs]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    for name, opener in (("stream.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
+        with pyarrow.OSFile(str(tmp_path / name), "wb") as sink, opener(sink, table.schema) as writer:
+            writer.write_table(table)
+    ours, _ = take_rows(write(tmp_path / "chats.jsonl", rows), chat.masked, 0.0, Silent())
+    for name in ("chats.parquet", "stream.arrow", "file.arrow"):
+        theirs, _ = take_rows([str(tmp_path / name)], chat.masked, 0.0, Silent())
+        assert [text.ids.tolist() for text in ours] == [text.ids.tolist() for text in theirs]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_a_compressed_file_that_is_damaged_is_named(
+    chat: ChatTokens, tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    rows = [{"messages": turns(f"question {number * 7919 % 1000}", "answer")} for number in range(500)]
+    packed = bytearray(pack("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    middle = len(packed) // 2
+    packed[middle : middle + 40] = bytes(each ^ 0xFF for each in packed[middle : middle + 40])
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(packed)
+    with pytest.raises(InputError, match=rf"a.jsonl.{suffix} cannot be read: .*; get it again"):
+        take_rows([str(tmp_path / f"a.jsonl.{suffix}")], chat.masked, 0.0, Silent())
 
 
 def texts(*sizes: int) -> list[Masked]:
