@@ -27,7 +27,9 @@ class Range(Config):
     scale: Literal["log", "linear"] = Field(
         default="log", description='"log": equal ratios are equally likely, as for learning rates.'
     )
-    whole: bool = Field(default=False, description="Whole numbers only.")
+    whole: bool | None = Field(
+        default=None, description="Whole numbers only; by default where the setting is a whole number."
+    )
 
     @field_validator("high")
     @classmethod
@@ -45,7 +47,7 @@ class Range(Config):
 
     @field_validator("whole")
     @classmethod
-    def _ends_are_whole(cls, value: bool, info: Any) -> bool:
+    def _ends_are_whole(cls, value: bool | None, info: Any) -> bool | None:
         if value and any(info.data.get(end, 0.0) % 1 for end in ("low", "high")):
             raise ValueError("needs whole numbers as low and high")
         return value
@@ -108,5 +110,4 @@ def _spelled_out(key: str, given: Any) -> Any:
     numbers = [each for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
     if len(given) != 2 or len(numbers) != 2:
         raise ValueError(f"{key}: a list is two numbers, the ends of a range; choices are {{ values = {given} }}")
-    whole = all(isinstance(each, int) for each in given)
-    return {"low": given[0], "high": given[1], "scale": "log" if given[0] > 0 else "linear", "whole": whole}
+    return {"low": given[0], "high": given[1], "scale": "log" if given[0] > 0 else "linear"}

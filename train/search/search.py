@@ -25,7 +25,7 @@ from penjing.train.search.halving import cost, rungs, survivors
 from penjing.train.search.page import search_page
 from penjing.train.search.ray_trials import RayTrials
 from penjing.train.search.recipe import SearchRecipe
-from penjing.train.search.space import Drawer, Settings, starting_point
+from penjing.train.search.space import Drawer, Settings, starting_point, with_whole_ranges
 from penjing.train.search.state import SearchState, Trial, read_search
 from penjing.train.search.trial import Outcome, Runs, Trials
 
@@ -63,7 +63,9 @@ def run_search(
             f"{recipe.base}: a search needs steps, not epochs, and evaluation.every above 0; set them by [settings]"
         )
     values = base.model_dump(mode="json")
-    drawer = Drawer(recipe, starting_point(recipe, values))
+    start = starting_point(recipe, values)
+    recipe = with_whole_ranges(recipe, start)
+    drawer = Drawer(recipe, start)
     plan = rungs(drawer.num_trials, recipe.first, recipe.factor, base.steps, recipe.finalists)
     key = key_of(recipe.model_dump(mode="json", exclude={"workers", "output", "ray"}), values)
     with _locked(recipe.output):

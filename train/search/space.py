@@ -40,20 +40,42 @@ def starting_point(recipe: SearchRecipe, base: dict[str, Any]) -> Settings:
     return found
 
 
+def with_whole_ranges(recipe: SearchRecipe, start: Settings) -> SearchRecipe:
+    """`recipe`, in which each range says whether its numbers are whole: where it left that open, as those of `start`.
+
+    Raises:
+        ConfigError: a setting is a whole number, and the ends of its range are not.
+    """
+    space = dict(recipe.space)
+    for key, allowed in recipe.space.items():
+        if isinstance(allowed, Range) and allowed.whole is None:
+            whole = isinstance(start[key], int)
+            if whole and (allowed.low % 1 or allowed.high % 1):
+                raise ConfigError(f"space: {key} is a whole number, and {_shown(allowed)} has ends that are not")
+            space[key] = allowed.model_copy(update={"whole": whole})
+    return recipe.model_copy(update={"space": space})
+
+
 def _contains(allowed: Range | Choices, value: Any) -> bool:
     if isinstance(allowed, Choices):
         return value in allowed.values
-    return not isinstance(value, str) and allowed.low <= value <= allowed.high
+    if isinstance(value, str | bool) or (allowed.whole and value % 1):
+        return False
+    return allowed.low <= value <= allowed.high
 
 
 def _shown(allowed: Range | Choices) -> str:
     if isinstance(allowed, Choices):
         return f"{{{', '.join(map(str, allowed.values))}}}"
-    return f"[{allowed.low:g}, {allowed.high:g}]"
+    return f"[{allowed.low:g}, {allowed.high:g}]{' of whole numbers' if allowed.whole else ''}"
 
 
 class Drawer:
     """Gives the settings of trial after trial, the same ones for the same recipe and results.
+
+    Args:
+        recipe: see `with_whole_ranges`.
+        start: the settings of the first trial.
 
     Raises:
         SetupError: the package optuna is missing.

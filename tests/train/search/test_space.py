@@ -10,7 +10,7 @@ import pytest
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError
 from penjing.train.search.recipe import Range, SearchRecipe
-from penjing.train.search.space import Drawer, Settings, starting_point
+from penjing.train.search.space import Drawer, Settings, starting_point, with_whole_ranges
 
 SPACE: dict[str, Any] = {
     "learning_rate.peak": [1e-4, 1e-1],
@@ -28,7 +28,7 @@ def search(**changes: Any) -> SearchRecipe:
 
 def drawn(recipe: SearchRecipe, start: Settings = START) -> list[Settings]:
     """All trials, judged by how far the learning rate is from 3e-4."""
-    drawer, results = Drawer(recipe, start), []
+    drawer, results = Drawer(with_whole_ranges(recipe, start), start), []
     for _ in range(drawer.num_trials):
         settings = drawer.draw(results)
         results.append((settings, abs(math.log(float(settings["learning_rate.peak"]) / 3e-4))))
@@ -81,7 +81,7 @@ def test_a_grid_crosses_equal_distances() -> None:
 
 
 def drawn_grid(recipe: SearchRecipe, start: Settings) -> list[Settings]:
-    drawer = Drawer(recipe, start)
+    drawer = Drawer(with_whole_ranges(recipe, start), start)
     return [drawer.draw([(start, 0.0)] * number) for number in range(drawer.num_trials)]
 
 
@@ -105,7 +105,27 @@ def test_bad_spaces(space: dict[str, Any], says: str) -> None:
 def test_ranges_as_they_are_written() -> None:
     space = search().space
     assert space["learning_rate.peak"] == Range(low=1e-4, high=1e-1, scale="log")
-    assert space["data.batch_size"] == Range(low=2, high=64, scale="log", whole=True)
+    assert space["data.batch_size"] == Range(low=2, high=64, scale="log")
+    resolved = with_whole_ranges(search(), START).space
+    assert {key: allowed.whole for key, allowed in resolved.items() if isinstance(allowed, Range)} == {
+        "learning_rate.peak": False, "data.batch_size": True, "clip.norm": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", ["spread", "random", "tpe", "grid"])
+@pytest.mark.parametrize("first", [0.0, 0.1])
+def test_whole_ends_of_a_real_setting_are_no_whole_numbers(sampler: str, first: float) -> None:
+    start: Settings = {"learning_rate.peak": 1e-2, "optimizer.weight_decay": first}
+    space = {"learning_rate.peak": [1e-4, 1e-1], "optimizer.weight_decay": [0, 1]}
+    found = {settings["optimizer.weight_decay"] for settings in drawn(search(space=space, sampler=sampler), start)}
+    assert len(found) > 3
+    assert all(0 <= float(value) <= 1 for value in found)
+    base = {"optimizer": {"weight_decay": 0.1}}
+    whole = search(space={"optimizer.weight_decay": {"low": 0, "high": 1, "scale": "linear", "whole": True}})
+    with pytest.raises(ConfigError, match=r"weight_decay = 0.1 of x is not in \[0, 1\] of whole numbers"):
+        starting_point(whole, base)
+    with pytest.raises(ConfigError, match=r"data.batch_size is a whole number, and \[1.5, 8\] has ends that are not"):
+        with_whole_ranges(search(space={"data.batch_size": [1.5, 8]}), {"data.batch_size": 4})
 
 
 def test_the_base_recipe_is_part_of_the_space() -> None:
