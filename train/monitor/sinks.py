@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -182,12 +183,18 @@ class Prometheus:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Replace the gauges."""
-        lines = []
+        """Replace the gauges. A record may call its numbers by domains, which may be called anything: where a name
+        cannot be a gauge's, or two would be the same, it is a label."""
+        gauges = dict[str, list[str]]()
         for name, value in record.items():
             if isinstance(value, int | float):
-                gauge = "penjing_train_" + name.replace("/", "_").replace(".", "_")
-                lines += [f"# TYPE {gauge} gauge", f"{gauge} {value}"]
+                spelled = name.replace("/", "_").replace(".", "_")
+                valid = re.sub(r"[^a-zA-Z0-9_:]", "_", spelled)
+                found = gauges.setdefault(f"penjing_train_{valid}", [])
+                found.append(f"{_label(name) if found or valid != spelled else ''} {value}")
+        lines = list[str]()
+        for gauge, found in gauges.items():
+            lines += [f"# TYPE {gauge} gauge", *(f"{gauge}{each}" for each in found)]
         self._text = "\n".join(lines) + "\n"
 
     def close(self) -> None:
@@ -195,3 +202,8 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _label(name: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{{name="{escaped}"}}'

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 from penjing.core.errors import SetupError
@@ -151,6 +152,23 @@ def test_prometheus_serves_the_newest_record() -> None:
     sink.close()
     assert "penjing_train_loss 1.25\n" in text
     assert "# TYPE penjing_train_eval_loss gauge" in text
+
+
+def test_prometheus_reads_domains_of_any_name() -> None:
+    names = ["my-notes", "wiki en.jsonl", "a/b", "a_b", 'a"\\\n', "ä"]
+    shares = {f"mixing/{name}": (place + 1) / 8 for place, name in enumerate(names)}
+    sink = Prometheus(0)
+    sink.write({"step": 4, **shares})
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    sink.close()
+    found = {(each.name, each.labels.get("name")): each.value for family in families for each in family.samples}
+    assert len(families) == len({family.name for family in families}) == 6
+    assert found.pop(("penjing_train_mixing_a_b", None)) == shares["mixing/a/b"]
+    assert found.pop(("penjing_train_step", None)) == 4
+    assert {label: value for (_, label), value in found.items()} == {
+        name: share for name, share in shares.items() if name != "mixing/a/b"
+    }
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
