@@ -188,10 +188,14 @@ def test_a_run_keeps_best_weights_from_where_it_is_told_to(further: Path, tmp_pa
 
 
 def test_samples_are_shown_at_every_evaluation_also_the_last(further: Path, tmp_path: Path) -> None:
-    train(further, ["steps=6", "evaluation.prompts=['The import', 'a']", "evaluation.max_tokens=5"])
+    changes = ["steps=6", "evaluation.prompts=['The import', 'a']", "evaluation.max_tokens=5", "checkpoint.every=2"]
+    train(further, changes)
     shown = [json.loads(line) for line in (tmp_path / "out-run/samples.jsonl").read_text().splitlines()]
     assert [(each["step"], each["prompt"]) for each in shown] == [(s, p) for s in (4, 6) for p in ("The import", "a")]
     assert all(each["answer"] for each in shown)
+    train(further, changes, resume=str(tmp_path / "out-run/checkpoints/step-000000004"))
+    again = [json.loads(line) for line in (tmp_path / "out-run/samples.jsonl").read_text().splitlines()]
+    assert again == shown  # what is done again is there once
 
 
 @pytest.mark.parametrize(

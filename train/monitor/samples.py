@@ -15,6 +15,7 @@ from penjing.core.files import writing
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.train.monitor.sinks import drop_later
 from penjing.train.processes.world import World
 
 
@@ -75,8 +76,13 @@ class Samples:
 
     def hook(self, model: nn.Module, world: World) -> Callable[[int], None]:
         """What the loop calls with the step's number; in all processes, of which the main one writes."""
+        begun = False
 
         def show(step: int) -> None:
+            nonlocal begun
+            if world.is_main and not begun:
+                drop_later(self.path, step - 1)  # what a run that was killed had kept, and which is answered again
+                begun = True
             model.eval()
             for text, prompt in self.prompts:
                 answer = self.tokenizer.decode(greedy(model, self.config, prompt, self.max_tokens))
@@ -88,8 +94,6 @@ class Samples:
         return show
 
     def _tell(self, sample: dict[str, str | int]) -> None:
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
         self.progress.note(f"step {sample['step']}: {sample['prompt']!r} → {sample['answer']!r}")
