@@ -39,13 +39,13 @@ def moved(
 
 
 def erased(random: NDArray[np.uint64], height: int, width: int, side: int) -> NDArray[np.bool_]:
-    """(N, height, width): a square of each image, at a random place, of which a part may lie outside
+    """(N, height, width): a square of `side` pixels of each image, at a random place, of which a part may lie outside
     (https://arxiv.org/abs/1708.04552)."""
     top = ((random >> np.uint64(33)) % np.uint64(height)).astype(np.int64)[:, None]
     left = ((random >> np.uint64(47)) % np.uint64(width)).astype(np.int64)[:, None]
-    rows = np.abs(np.arange(height) - top) <= side // 2
-    columns = np.abs(np.arange(width) - left) <= side // 2
-    return rows[:, :, None] & columns[:, None, :]
+    rows, columns = np.arange(height) - top + side // 2, np.arange(width) - left + side // 2  # from the square's corner
+    inside = (rows >= 0) & (rows < side), (columns >= 0) & (columns < side)
+    return inside[0][:, :, None] & inside[1][:, None, :]
 
 
 def boxes(random: NDArray[np.uint64], least: float) -> NDArray[np.float64]:

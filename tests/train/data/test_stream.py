@@ -17,6 +17,7 @@ from penjing.core.graph.config import Pixels, TensorSpec
 from penjing.train.chat.packed import pack_rows
 from penjing.train.chat.preferences import Pairs
 from penjing.train.chat.tokens import Masked, Pair
+from penjing.train.data.augment import erased
 from penjing.train.data.chunks import ChunkRows, cut
 from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.mixing import Mixing, MixingConfig
@@ -131,3 +132,13 @@ def test_mixed_batches_are_the_same_to_the_bit(tmp_path: Path) -> None:
     assert digest(batches) == MIXED
     state = stream.state_dict()
     assert (state["step"], state["num_samples"], state["taken"], state["owed"]) == (9, 68, [23, 13, 9], [-0.5, 0.5, 0])
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 8, 16])
+def test_a_square_of_as_many_pixels_is_erased(side: int) -> None:
+    random = np.random.default_rng(0).integers(0, 2**63, 200, np.uint64)
+    marked = erased(random, 32, 48, side)
+    rows, columns = marked.any(2).sum(1), marked.any(1).sum(1)
+    assert (marked.sum((1, 2)) == rows * columns).all()  # whole rectangles
+    assert rows.max() == columns.max() == side  # a part may lie outside
+    assert rows.min() == (side + 1) // 2
