@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from penjing.core.onnx_reader.values import DTYPES, HOST_SIZE, Call, Host
 
@@ -119,13 +120,13 @@ def _expand(call: Call, inputs: list[Host]) -> Host | None:
 
 
 def _where(call: Call, inputs: list[Host]) -> Host:
-    return _each(
-        lambda condition, one, other: (
-            torch.sym_ite(condition, one, other)
-            if isinstance(condition, torch.SymBool)
-            else (one if condition else other)
-        )
-    )(call, inputs)
+    return _each(_chosen)(call, inputs)
+
+
+def _chosen(condition: Any, one: Any, other: Any) -> Any:
+    if statically_known_true(condition):
+        return one
+    return other if statically_known_true(torch.sym_not(condition)) else torch.sym_ite(condition, one, other)
 
 
 def _folded(function: Callable[[Any, Any], Any]) -> Callable[[Call, list[Host]], Host | None]:

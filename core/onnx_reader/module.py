@@ -27,6 +27,7 @@ OPERATORS: dict[str, Callable[[Call], Any]] = {
     **attention.OPERATORS,
 }
 """Every operator of ONNX that is computed; `If` with a fixed condition besides."""
+_TRAINED = ("Add", "Mul", "Gather")  # of the operators in `HOST`, those whose tensors are trained
 LONGEST = 180  # characters of a name that is kept; config.json takes 200
 
 
@@ -124,6 +125,9 @@ class OnnxModule(Weights):
             if kind in HOST and call.values and not call._folding:
                 held = [call.host(index) for index in range(len(call.values)) if call.has(index)]
                 if any(isinstance(value, Host) for value in call.values) and all(held):
+                    for index, value in enumerate(call.values):
+                        if isinstance(value, Constant):  # sizes that are open may make it a tensor when it is traced
+                            self.held(value, trained=kind in _TRAINED and call.is_weight(index))
                     done = HOST[kind](call, held)  # type: ignore[arg-type]
                     if done is not None:
                         return (done,)
