@@ -11,10 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from penjing.core.onnx_reader.host import as_meant
 from penjing.core.onnx_reader.values import Call, Size
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -37,10 +40,15 @@ def _resize(call: Call) -> Tensor:
         if sizes is not None:
             return F.interpolate(x, size=sizes[2:], mode=name, align_corners=aligned)
         assert scales is not None
-        return F.interpolate(x, scale_factor=scales[2:], mode=name, align_corners=aligned)
+        after = [_after(before, scale) for before, scale in zip(x.shape[2:], scales[2:], strict=True)]
+        if all(_is_after(*each) for each in zip(x.shape[2:], scales[2:], after, strict=True)):
+            return F.interpolate(x, scale_factor=scales[2:], mode=name, align_corners=aligned)
+        kind = f"_upsample_nearest_exact{len(after)}d" if name == "nearest-exact" else f"upsample_{name}{len(after)}d"
+        operator = getattr(torch.ops.aten, kind).default
+        return operator(x, after, *([] if aligned is None else [aligned]), *scales[2:])
     for axis in axes:
         before = x.shape[axis]
-        after = sizes[axis] if sizes is not None else math.floor(before * scales[axis])  # type: ignore[index]
+        after = sizes[axis] if sizes is not None else _after(before, scales[axis])  # type: ignore[index]
         if not isinstance(before, int) or not isinstance(after, int):
             raise call.refused(f"({mode}, {rule}, {rounding}) needs sizes that are fixed")
         scale = after / before if sizes is not None else scales[axis]  # type: ignore[index]
@@ -70,11 +78,24 @@ def _wanted(call: Call, x: Tensor) -> tuple[list[float] | None, list[Size] | Non
     return whole, None
 
 
+def _after(before: Size, scale: float) -> Size:
+    """The size of a scaled axis: a product in float32, as ONNX Runtime makes it."""
+    if isinstance(before, int) and isinstance(scale, float):
+        return int(np.float32(before) * np.float32(scale))
+    return math.floor(before * as_meant(scale))
+
+
+def _is_after(before: Size, scale: float, after: Size) -> bool:
+    """Whether torch makes this size of the scale alone: it multiplies in 64 bits."""
+    if isinstance(before, int) and isinstance(after, int):
+        return after == math.floor(before * scale)
+    return as_meant(scale) is scale
+
+
 def _same(x: Tensor, axis: int, scales: list[float] | None, sizes: list[Size] | None) -> bool:
     if scales is not None:
         return scales[axis] == 1
-    wanted = sizes[axis] if sizes is not None else None
-    return wanted is x.shape[axis] or (isinstance(wanted, int) and bool(wanted == x.shape[axis]))
+    return sizes is not None and statically_known_true(sizes[axis] == x.shape[axis])
 
 
 def _name_in_torch(

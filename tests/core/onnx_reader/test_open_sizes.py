@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def _exported(module: nn.Module, example: Tensor, axes: dict[int, str], path: Pa
     return path
 
 
-def _file(path: Path, shape: list[int | str], nodes: list[onnx.NodeProto], opset: int = 18, **weights: Any) -> Path:
+def _file(path: Path, shape: Sequence[int | str], nodes: list[onnx.NodeProto], opset: int = 18, **weights: Any) -> Path:
     graph = helper.make_graph(
         nodes,
         "small",
@@ -110,3 +111,64 @@ def test_a_size_that_may_be_left_as_it_is_stays_open(tmp_path: Path) -> None:
     token = np.ones((1, 1, 4), np.float32)
     path = _file(tmp_path / "a.onnx", ["batch", 3, 4], nodes, token=token, minus=[-1], ones=[1, 1, 1])
     _imported(path, torch.randn(5, 3, 4), torch.randn(1, 3, 4))
+
+
+class Enlarged(nn.Module):
+    """A map of half the size is brought back to that of the images, as DeepLab does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.interpolate(self.layer(images), size=images.shape[2:], mode="bilinear")
+
+
+class Filled(nn.Module):
+    """Images are filled up to a multiple of 8."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[2:]
+        return nn.functional.pad(images, (0, -width % 8, 0, -height % 8))
+
+
+@pytest.mark.parametrize("module", [Enlarged(), Filled()], ids=["enlarged", "filled"])
+def test_images_are_brought_to_a_size_that_is_computed(module: nn.Module, tmp_path: Path) -> None:
+    axes = {0: "batch", 2: "height", 3: "width"}
+    path = _exported(module, torch.randn(2, 3, 16, 12), axes, tmp_path / "a.onnx")
+    _imported(path, torch.randn(5, 3, 41, 23), torch.randn(1, 3, 24, 8))
+
+
+def test_only_the_axes_that_change_are_resized(tmp_path: Path) -> None:
+    node = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], axes=[2, 3], mode="linear")
+    _imported(_file(tmp_path / "a.onnx", ["batch", 3, 8, 8], [node], sizes=[5, 6]), torch.randn(5, 3, 8, 8))
+
+
+@pytest.mark.parametrize("scale", [0.7, 0.9, 1.4, 5 / 3])
+@pytest.mark.parametrize("mode", ["linear", "cubic", "nearest"])
+def test_a_scaled_size_is_a_product_of_float32(scale: float, mode: str, tmp_path: Path) -> None:
+    rule = "asymmetric" if mode == "nearest" else "half_pixel"
+    settings = {"coordinate_transformation_mode": rule, "nearest_mode": "floor"}
+    node = helper.make_node("Resize", ["x", "", "scales"], ["y"], mode=mode, **settings)
+    scales = np.array([1, 1, scale, scale], np.float32)
+    _imported(_file(tmp_path / "a.onnx", [2, 3, 10, 10], [node], scales=scales), torch.randn(2, 3, 10, 10))
+    others = [torch.randn(2, 3, 10, 20), torch.randn(2, 3, 30, 7), torch.randn(1, 3, 9, 40)]
+    _imported(_file(tmp_path / "a.onnx", ["batch", 3, "height", "width"], [node], scales=scales), *others)
+
+
+@pytest.mark.parametrize("operator", ["Mul", "Div"])
+def test_a_size_times_a_fraction_is_a_product_of_float32(operator: str, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["size"], start=1, end=2),
+        helper.make_node("Cast", ["size"], ["float"], to=TensorProto.FLOAT),
+        helper.make_node(operator, ["float", "factor"], ["scaled"]),
+        helper.make_node("Floor", ["scaled"], ["whole"]),
+        helper.make_node("Cast", ["whole"], ["end"], to=TensorProto.INT64),
+        helper.make_node("Slice", ["x", "zero", "end", "one"], ["y"]),
+    ]
+    factor = np.array([0.7 if operator == "Mul" else 1.4], np.float32)
+    held = {"factor": factor, "zero": [0], "one": [1]}
+    for length in (10, 14):
+        _imported(_file(tmp_path / "a.onnx", ["batch", length, 4], nodes, **held), torch.randn(3, length, 4))
+    path = _file(tmp_path / "a.onnx", ["batch", "length", 4], nodes, **held)
+    _imported(path, *[torch.randn(3, length, 4) for length in (7, 10, 14, 20, 33)])
