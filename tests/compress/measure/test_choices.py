@@ -45,6 +45,16 @@ def test_each_form_is_read_as_lm_eval_reads_it(tmp_path: Path) -> None:
     ]
 
 
+def test_a_line_ends_at_its_newline_alone_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    """JSON lets other separators of lines stand inside a text as they are."""
+    plain = {"query": "One\u2028and\x85two", "choices": ["a", "b\u2029c"], "gold": 1}
+    path = tmp_path / "file.jsonl"
+    line = json.dumps(plain, ensure_ascii=False)
+    path.write_text(f"\ufeff{line}\r\n{line}\r\n", encoding="utf-8", newline="")
+    question = Question("One\u2028and\x85two", ("a", "b\u2029c"), 1)
+    assert read_questions(path, "measure.choices") == [(1, question), (2, question)]
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
