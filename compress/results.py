@@ -24,7 +24,7 @@ from penjing.core.config import key_of
 from penjing.core.files import publish_folder
 from penjing.core.work import Places, StepRecord, WorkFolder, check_kept
 
-SCHEMA = "4"  # raise when a step makes another checkpoint from the same settings
+SCHEMA = "5"  # raise when a step makes another checkpoint from the same settings
 _RESULT = re.compile(r"(\d\d+)-[a-z]+-[0-9a-f]{12}")
 
 

@@ -64,7 +64,7 @@ def select(
         of_members = [scores[i] for i in members]
         for index, count in _shares([groups[i] for i in members], of_members, share, scope, one_scale).items():
             group = groups[members[index]]
-            kept = _rounded(group, len(group) - min(count, int(max_share * len(group))), round_to)
+            kept = _rounded(group, len(group) - min(count, _part_of(max_share, len(group))), round_to)
             if kept < len(group):
                 order = np.argsort(scores[members[index]], kind="stable")
                 result.append((group, sorted(order[: len(group) - kept].tolist())))
@@ -143,13 +143,18 @@ def _compared(groups: Sequence[Group], scope: Scope) -> list[list[int]]:
 def _shares(groups: Sequence[Group], scores: Scores, share: float, scope: Scope, one_scale: bool) -> dict[int, int]:
     """How many units each group loses."""
     if scope == "local":
-        return {index: int(share * len(group)) for index, group in enumerate(groups)}
+        return {index: _part_of(share, len(group)) for index, group in enumerate(groups)}
     # Weights of different layers differ in scale: over the group's mean, their units can be compared.
     relative = scores if one_scale else [values / max(values.mean(), 1e-30) for values in scores]
     flat = np.concatenate(relative)
     owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    gone = np.argsort(flat, kind="stable")[: int(share * flat.size)]
+    gone = np.argsort(flat, kind="stable")[: _part_of(share, flat.size)]
     return {index: int((owner[gone] == index).sum()) for index in range(len(groups))}
+
+
+def _part_of(share: float, count: int) -> int:
+    """How many whole ones of `count` are at most `share` of them."""
+    return int(round(share * count, 6))  # 0.29 · 100 is 28.999999999999996 in floating point
 
 
 def _rounded(group: Group, kept: int, round_to: int) -> int:

@@ -139,12 +139,21 @@ def test_selection_takes_the_least_and_leaves_round_numbers(counts, share, round
     groups = [made_group(count, name=str(index)) for index, count in enumerate(counts)]
     scores = random(groups, seed)
     chosen = select(groups, scores, share, scope=scope, round_to=round_to)
-    assert sum(len(units) for _, units in chosen) <= share * sum(counts)
+    assert sum(len(units) for _, units in chosen) <= share * sum(counts) + 1e-6
     for group, units in chosen:
         kept = np.setdiff1d(np.arange(len(group)), units)
         values = scores[groups.index(group)]
         assert len(kept) % round_to == 0
         assert values[units].max() <= values[kept].min()
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+@pytest.mark.parametrize(("share", "count", "gone"), [(0.29, 100, 29), (0.57, 100, 57), (0.58, 50, 29), (0.3, 9, 2)])
+def test_a_share_that_is_whole_loses_no_unit_to_floating_point(scope, share: float, count: int, gone: int) -> None:
+    ((_, units),) = select([made_group(count)], [np.arange(float(count))], share, scope=scope, round_to=1)
+    assert len(units) == gone
+    ((_, units),) = select([made_group(count)], [np.ones(count)], 0.95, max_share=share, round_to=1)
+    assert len(units) == gone
 
 
 def test_heads_need_no_rounding() -> None:
