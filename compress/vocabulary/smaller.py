@@ -69,7 +69,8 @@ def tokens_of(share: float, size: int) -> int:
     Raises:
         ConfigError: none would leave, or none would stay.
     """
-    room = int(share * size) // ROWS * ROWS if 0 < share < 1 else 0
+    # 0.29 · 6400 is 1855.9999999999998 in floating point, and 1856 a multiple.
+    room = int(round(share * size, 6)) // ROWS * ROWS if 0 < share < 1 else 0
     if room == 0:
         raise ConfigError(f"keep={share} of {size} tokens: choose a share between {ROWS / size:.4f} and 1")
     return room

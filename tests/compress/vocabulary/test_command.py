@@ -14,6 +14,7 @@ from penjing.compress.cli import app
 from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.measure.generate import log_likelihoods
 from penjing.compress.vocabulary.command import make_smaller_vocabulary
+from penjing.compress.vocabulary.smaller import tokens_of
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
@@ -75,6 +76,12 @@ def test_tokens_that_stay_have_the_logits_that_they_had(tmp_path: Path, tied: bo
     torch.testing.assert_close(ours, theirs[..., rows], rtol=1e-5, atol=1e-5)
     fewer = sum(p.numel() for p in before.model.parameters()) - sum(p.numel() for p in after.model.parameters())
     assert fewer == made["parameters_fewer"] > 0
+
+
+def test_a_share_that_is_whole_loses_no_token_to_floating_point() -> None:
+    assert tokens_of(0.29, 6400) == 1856
+    assert tokens_of(0.3, 6400) == 1920
+    assert tokens_of(0.289, 6400) == 1792
 
 
 def test_every_file_names_tokens_by_their_new_ids(tmp_path: Path) -> None:
