@@ -45,7 +45,7 @@ class Input:
     Attributes:
         readers: linear layers that are rounded, and whose weights nobody else reads.
         lowest, highest: (channels,), at most and at least 0.
-        kept: rows (rows, channels), some of `count`.
+        kept: rows (rows, channels), one of `every` of the `count` that were seen.
     """
 
     node: Node
@@ -54,16 +54,18 @@ class Input:
     highest: Tensor = field(default_factory=lambda: torch.zeros(()))
     kept: list[Tensor] = field(default_factory=list)
     count: int = 0
+    every: int = 1
 
     def see(self, x: Tensor) -> None:
         """Add the values of a batch, (…, channels)."""
         rows = x.detach().flatten(0, -2)
         self.lowest = torch.minimum(self.lowest, rows.amin(0))
         self.highest = torch.maximum(self.highest, rows.amax(0))
+        self.kept.append(rows[-self.count % self.every :: self.every].clone())
         self.count += len(rows)
-        self.kept.append(rows[:: max(1, len(rows) // 64)].clone())
-        if sum(map(len, self.kept)) > 2 * ROWS:
-            self.kept = [torch.cat(self.kept)[::2].clone()]
+        while sum(map(len, self.kept)) > 3 * ROWS:  # 3: a power of 2 would meet the same places of windows of 128 rows
+            self.kept = [torch.cat(self.kept)[::3].clone()]
+            self.every *= 3
 
     def rows(self) -> Tensor:
         """At most `ROWS` (rows, channels), evenly over all that was seen."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penjing.compress.graph.calibrate import calibrate_graph
 from penjing.compress.graph.place import apply_quantization
 from penjing.compress.graph.prepare import prepared
-from penjing.compress.graph.smooth import smooth
+from penjing.compress.graph.smooth import ROWS, Input, smooth
 from penjing.compress.quantize.targets import GraphSettings
 from penjing.core.errors import InputError
 from penjing.core.graph.network import Network, operator_name, tensor_at
@@ -129,6 +129,20 @@ def test_what_stays_floating_or_has_no_large_channels_is_left_as_it_is() -> None
 def test_a_few_rows_say_nothing_of_single_channels() -> None:
     network = prepared(from_torch(with_large_channels(), (X,)))
     assert not smooth(network, [(X[:8],), (X[8:16],)], GraphSettings())
+
+
+@pytest.mark.parametrize(("batches", "size"), [(100, 64), (5, 5000), (300, 7), (1, 40000), (3, 12)])
+def test_rows_are_kept_evenly_over_all_batches_and_over_the_places_of_windows(batches: int, size: int) -> None:
+    seen = Input(torch.fx.Graph().placeholder("x"))
+    every = torch.arange(batches * size, dtype=torch.float32)[:, None]
+    for part in every.split(size):
+        seen.see(part[None])
+    rows = seen.rows()
+    assert seen.count == len(every)
+    assert min(len(every), ROWS // 2) <= len(rows) <= ROWS
+    steps = rows.diff(dim=0)
+    assert (steps == steps[0]).all()
+    assert len((rows % 128).unique()) >= min(len(rows), 64)  # of windows of 128
 
 
 def test_weights_that_are_no_numbers_are_named() -> None:
