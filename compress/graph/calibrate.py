@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,13 +87,16 @@ def correct_graph_biases(network: Network, floating: Network, batches: Iterable[
 
     https://arxiv.org/abs/1906.04721, section 4.2, with means measured on calibration data. Layers are corrected in
     order, each on inputs from layers that are corrected already; one pass over `batches`: after n of them a bias holds
-    the mean of n corrections. Layers without a bias are left alone.
+    the mean of n corrections. Layers without a bias are left alone. A bias that several layers read gets the mean of
+    their corrections; what comes behind each of them is corrected as if it had its own.
 
     Args:
         floating: as `prepared` made it of the same network.
     """
     means: dict[str, Tensor] = {}
-    found = {product.node.name: product for product in products(network) if product.rounding is not None}
+    found = {product.node.name for product in products(network) if product.rounding is not None}
+    readers = Counter(_bias(node) for node in network.module.graph.nodes if node.name in found)
+    wanted: dict[str, list[Tensor]] = {}  # of a bias, what the readers that ran would add to it
     count = 1
 
     def keep(node: Node, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> Any:
@@ -101,12 +105,16 @@ def correct_graph_biases(network: Network, floating: Network, batches: Iterable[
         return output
 
     def correct(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        bias = node.args[2] if node.name in found and len(node.args) > 2 else None
-        if not isinstance(bias, Node) or bias.op != "get_attr":
+        name = _bias(node) if node.name in found else None
+        if name is None:
             return output
-        value = tensor_at(network.module, str(bias.target))
-        value.add_((means[node.name] - _channels(node, output)) / count)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        correction = (means[node.name] - _channels(node, output)) / count
+        output = node.target(*args[:2], args[2] + correction, *args[3:], **kwargs)  # type: ignore[operator]
+        corrections = wanted.setdefault(name, [])
+        corrections.append(correction)
+        if len(corrections) == readers[name]:
+            tensor_at(network.module, name).add_(torch.stack(wanted.pop(name)).mean(0))
+        return output
 
     for inputs in batches:
         Watched(floating.module, keep).run(*inputs)
@@ -184,6 +192,12 @@ def _weight_error(network: Network, product: Product) -> float:
 def _ratio(error: float, size: float) -> float:
     """The root of `error` / `size`, two sums of squares; 0 where there is nothing."""
     return (error / size) ** 0.5 if size > 0 else 0.0
+
+
+def _bias(node: Node) -> str | None:
+    """The name of the bias that a product adds."""
+    bias = node.args[2] if len(node.args) > 2 else None
+    return str(bias.target) if isinstance(bias, Node) and bias.op == "get_attr" else None
 
 
 def _channels(node: Node, output: Tensor) -> Tensor:
