@@ -13,17 +13,22 @@ from penjing.compress.decoder.weights import QuantizedWeight, quantize_per_chann
 from penjing.kernels.rounding import round_clamp_
 
 DAMPING = 0.01  # of the mean of the diagonal; ten times as much as long as the matrix is not positive in float32
+LARGEST = 1e12  # the sum of 3e14 squares of it is below 3.4e38, the largest of float32
 COLUMNS = 128  # at a time: the columns behind them are corrected by one product
 
 
 def error_spread(x_MK: Tensor) -> Tensor:
     """(K, K) upper triangular: row k says how the error of column k is made up for by the columns after it.
 
-    The Cholesky factor of the inverse of XᵀX, damped. Channels that are never active ask for nothing.
+    The Cholesky factor of the inverse of XᵀX, damped. Channels that are never active ask for nothing. Activations above
+    `LARGEST` are divided by a number first: the ratios in a row of the factor, which are all that counts, stay.
 
     Args:
         x_MK: (M, K) float32 finite activations; any M ≥ 1.
     """
+    low, high = x_MK.aminmax()
+    if (largest := max(-float(low), float(high))) > LARGEST:
+        x_MK = x_MK * (LARGEST / largest)
     hessian_KK = x_MK.t() @ x_MK
     diagonal_K = hessian_KK.diagonal()
     diagonal_K += torch.where(diagonal_K == 0, 1.0, 0.0)

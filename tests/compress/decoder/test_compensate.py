@@ -57,7 +57,7 @@ def test_the_spread_is_the_factor_of_the_inverse_in_double_precision(columns: in
     assert float((error_spread(x) - wanted).norm() / wanted.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["zeros", "constant", "one token", "silent channels", "huge", "tiny"])
+@pytest.mark.parametrize("kind", ["zeros", "constant", "one token", "silent channels", "huge", "largest", "tiny"])
 def test_awkward_activations_give_sound_weights(kind: str) -> None:
     x = correlated(64, 32)
     x = {
@@ -66,6 +66,7 @@ def test_awkward_activations_give_sound_weights(kind: str) -> None:
         "one token": x[:1],
         "silent channels": x * (torch.arange(32) % 2),
         "huge": x * 1e15,
+        "largest": x * (3e38 / x.abs().max()),
         "tiny": x * 1e-15,
     }[kind]
     weight = torch.randn(7, 32, generator=torch.Generator().manual_seed(3))
