@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -21,20 +21,19 @@ class StopText:
 
     Args:
         stops: these texts.
-        ends: what the model's own end looks like where it is shown.
+        ends: what tokens that end it look like.
     """
 
-    def __init__(self, stops: Sequence[str], ends: Sequence[str] = ()) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._ends = ends
+    def __init__(self, stops: Sequence[str], ends: Collection[str] = ()) -> None:
+        self._stops, self._ends = sorted(stops, key=len, reverse=True), sorted(ends, key=len, reverse=True)
         self.met: str | None = None
 
     def cut(self, text: str) -> str:
-        """The last text of an answer as it is shown."""
+        """The last text of an answer that has met an end, as it is shown."""
         self.met = next((stop for stop in self._stops if text.endswith(stop)), None)
         if self.met is not None:
             return text[: -len(self.met)]
-        return next((text[: -len(end)] for end in self._ends if end and text.endswith(end)), text)
+        return next((text[: -len(end)] for end in self._ends if text.endswith(end)), text)
 
 
 class MessageWriter(Writer):

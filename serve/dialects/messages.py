@@ -31,12 +31,19 @@ async def answer_message(backend: Backend, request: Request) -> Response:
     return await respond(backend, ask, MessageWriter(ask, stop), tools=bool(chat.offered), shown=stop.cut)
 
 
-async def _ends(backend: Backend, ask: Ask) -> list[str]:
-    """What the model's own end looks like where control tokens are shown, as they are beside tools."""
-    if ask.sampling.get("skip_special_tokens", True):
-        return []
-    tokenizer = await backend.upstream(ask.model).tokenizer()
-    return [tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_token_ids]
+async def _ends(backend: Backend, ask: Ask) -> set[str]:
+    """What tokens that end the answer look like where they are shown: at its beginning, and within it, where some
+    tokenizers put a space before."""
+    sampling, tokenizer = ask.sampling, await backend.upstream(ask.model).tokenizer()
+    tokens = {*sampling.get("stop_token_ids", ()), *(() if sampling.get("ignore_eos") else tokenizer.eos_token_ids)}
+    skip = sampling.get("skip_special_tokens", True)
+
+    def texts() -> set[str]:
+        first = {token: tokenizer.decode([token], skip_special=skip) for token in tokens}
+        later = (tokenizer.decode([token] * 2, skip_special=skip)[len(text) :] for token, text in first.items())
+        return {*first.values(), *later} - {""}
+
+    return await asyncio.to_thread(texts)
 
 
 async def count_tokens(backend: Backend, request: Request) -> Response:

@@ -51,7 +51,7 @@ async def respond(
 
     Args:
         tools: whether the model may call some.
-        shown: what to show of the last text, where that is not all of it.
+        shown: what to show of the last text, where an answer that has met an end shows more than it should.
 
     Raises:
         ApiError: what the client shall see.
@@ -71,7 +71,7 @@ async def _said(
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
             text, reason = chunk.text, chunk.finish_reason
-            if reason is not None and shown is not None:
+            if reason == "stop" and shown is not None:
                 text = shown(text)
             parts = [text] if reader is None else reader.push(text, last=reason is not None) or [""]
             for number, part in enumerate(parts, 1):

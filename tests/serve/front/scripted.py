@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -16,10 +16,11 @@ from tests.serve.front.asking import Answer
 
 
 class Script:
-    """A client of a model that says `pieces`; where an error stands among them, it is raised."""
+    """A client of a model that says `pieces` and ends for a `reason`; an error among the pieces is raised."""
 
     def __init__(self) -> None:
-        self.pieces: list[str | Exception] = []
+        self.pieces: Sequence[str | Exception] = ()
+        self.reason = "stop"
 
     async def stream(self, *_: Any, whole: bool, **__: Any) -> AsyncGenerator[Chunk, None]:
         said = ""
@@ -30,7 +31,7 @@ class Script:
             last = number == len(self.pieces)
             if last or not whole:
                 text = said if whole else piece
-                yield Chunk(text, "stop" if last else None, num_tokens=number if whole else 1, num_input_tokens=5)
+                yield Chunk(text, self.reason if last else None, num_tokens=number if whole else 1, num_input_tokens=5)
 
     async def generate(self, *_: Any, **__: Any) -> None:
         pass
