@@ -98,6 +98,7 @@ def image(url: str) -> dict[str, Any]:
         (CHAT, {"guided_regex": "["}, "guided"),
         (COMPLETION, {"guided_regex": "a", "guided_choice": ["b"]}, "guided"),
         (COMPLETION, {"guided_choice": []}, "guided"),
+        (COMPLETION, {"guided_json": {"$ref": "#"}}, "guided"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
     ],

@@ -28,3 +28,5 @@ def test_forms_scores_and_prompts_of_ids_go_through_the_server(server: Served) -
         assert [str(token) in (entry or {}) for token, entry in zip(ids[1:], rest, strict=True)] == [True] * 4
         with pytest.raises(RequestError, match="this json_schema is refused: Invalid type: foo"):
             client.generate("a", guided={"kind": "json_schema", "value": {"type": "foo"}})
+        with pytest.raises(RequestError, match="no text has this form"):  # found while the answer is written
+            client.generate("a", guided={"kind": "json_schema", "value": {"$ref": "#"}})
