@@ -23,6 +23,7 @@ from penjing.serve.front.bodies import (
     TextPart,
     Tool,
     ToolCall,
+    sampling_parameter,
 )
 from penjing.serve.gate.errors import ApiError
 
@@ -168,7 +169,7 @@ class ResponseBody(Sampling):
         default=None, description="Whether a tool must be called; auto."
     )
     parallel_tool_calls: bool | None = Field(default=None, description="Several calls in one answer; true.")
-    top_logprobs: int | None = Field(default=None, ge=0, description="So many likely tokens with each token.")
+    top_logprobs: int | None = sampling_parameter("logprobs", "So many likely tokens with each token.")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         default=None, description="Log probabilities of the tokens; no model here has the other."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,6 +11,7 @@ from pydantic_core import from_json
 from penjing.core.errors import RequestError
 from penjing.serve.front.finite import finite, is_finite
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.fields import explained
 from penjing.serve.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from penjing.serve.sight.wire import from_data_url
 
@@ -26,7 +26,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-def _parameter(name: str, description: str) -> Any:
+def sampling_parameter(name: str, description: str) -> Any:
     """A parameter of the engine's with its bounds, so that `/openapi.json` tells them."""
     rules = SamplingParams.model_fields[name].metadata
     bounds = {key: getattr(rule, key) for rule in rules for key in ("ge", "gt", "le", "lt") if hasattr(rule, key)}
@@ -55,21 +55,23 @@ class StreamOptions(Part):
 class Sampling(Body):
     """How an answer's tokens are chosen, the same in every interface; null is the default."""
 
-    temperature: float | None = _parameter("temperature", "0 takes the most likely token each time; 1.")
-    top_p: float | None = _parameter("top_p", "Of the most likely tokens with this probability together.")
-    seed: int | None = _parameter("seed", "The same for the same answer.")
-    presence_penalty: float | None = _parameter("presence_penalty", "Against tokens that were there.")
-    frequency_penalty: float | None = _parameter("frequency_penalty", "Against tokens, by how often.")
+    temperature: float | None = sampling_parameter("temperature", "0 takes the most likely token each time; 1.")
+    top_p: float | None = sampling_parameter("top_p", "Of the most likely tokens with this probability together.")
+    seed: int | None = sampling_parameter("seed", "The same for the same answer.")
+    presence_penalty: float | None = sampling_parameter("presence_penalty", "Against tokens that were there.")
+    frequency_penalty: float | None = sampling_parameter("frequency_penalty", "Against tokens, by how often.")
     logit_bias: dict[TokenName, Bias] | None = Field(
         default=None,
         description="Added to tokens' scores; by token id.",
         json_schema_extra={"propertyNames": {"pattern": TOKEN_NAME}},  # pydantic's schema lets other names through
     )
     stream: bool | None = Field(default=None, description="The answer comes as server-sent events.")
-    top_k: int | None = _parameter("top_k", "Of the most likely so many tokens; 0 is all.")
-    min_p: float | None = _parameter("min_p", "Of tokens at least so likely, beside the most likely one.")
-    repetition_penalty: float | None = _parameter("repetition_penalty", "Against tokens that were there; 1 is none.")
-    min_tokens: int | None = _parameter("min_tokens", "No end before so many tokens.")
+    top_k: int | None = sampling_parameter("top_k", "Of the most likely so many tokens; 0 is all.")
+    min_p: float | None = sampling_parameter("min_p", "Of tokens at least so likely, beside the most likely one.")
+    repetition_penalty: float | None = sampling_parameter(
+        "repetition_penalty", "Against tokens that were there; 1 is none."
+    )
+    min_tokens: int | None = sampling_parameter("min_tokens", "No end before so many tokens.")
     stop_token_ids: TokenIds | None = Field(default=None, description="The answer ends with one of these tokens.")
     ignore_eos: bool | None = Field(default=None, description="The model's own end does not count.")
     include_stop_str_in_output: bool | None = Field(default=None, description="The text that ended it is shown.")
@@ -84,7 +86,7 @@ class Sampling(Body):
 class Generation(Sampling):
     """What completions and chats have in common."""
 
-    n: int | None = _parameter("n", "So many answers.")
+    n: int | None = sampling_parameter("n", "So many answers.")
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
         default=None, description="The answer ends before one of these texts."
     )
@@ -136,7 +138,7 @@ class CompletionBody(Generation):
     )
     max_tokens: int | None = Field(default=None, ge=0, description="New tokens at most; 16. 0 only scores the prompt.")
     echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
-    logprobs: int | None = _parameter("logprobs", "So many likely tokens with each token.")
+    logprobs: int | None = sampling_parameter("logprobs", "So many likely tokens with each token.")
     best_of: int | None = Field(default=None, description="May be n only.")
     suffix: str | None = Field(default=None, description="May be null only.")
 
@@ -293,7 +295,7 @@ class ChatBody(Generation):
     max_tokens: int | None = Field(default=None, ge=1, description="New tokens at most; as many as there is room for.")
     max_completion_tokens: int | None = Field(default=None, ge=1, description="The same.")
     logprobs: bool | None = Field(default=None, description="Each token comes with its log probability.")
-    top_logprobs: int | None = _parameter("logprobs", "So many likely tokens with each token.")
+    top_logprobs: int | None = sampling_parameter("logprobs", "So many likely tokens with each token.")
     response_format: ResponseFormat | None = Field(default=None, description="Of the answer.")
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, description="What the model may call.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
@@ -358,10 +360,11 @@ def read_body(kind: type[B], content_type: str, body: bytes) -> B:
         raise ApiError(400, "The body has a number that 64-bit floating point cannot hold.", code="invalid_json")
     if NUL.search(body):
         raise ApiError(400, "The body has a NUL character, which no text has.", code="invalid_json")
+    values = {name: _whole(value) for name, value in values.items()}
     try:
-        return kind.model_validate({name: _whole(value) for name, value in values.items()})
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise _explained(kind, error.errors(include_url=False, include_context=False)) from None
+        raise explained(kind, values, error.errors(include_url=False)) from None
 
 
 def _whole(value: Any) -> Any:
@@ -377,23 +380,3 @@ def _not_announced(content_type: str) -> ApiError:
     hint = "with curl: --json '{...}', or -d '{...}' -H 'content-type: application/json'"
     text = f"{given}; send JSON with the header content-type: application/json ({hint})."
     return ApiError(415, text, code="unsupported_media_type")
-
-
-def _explained(kind: type[Body], errors: list[Any]) -> ApiError:
-    # Of a field that takes several types each says what is wrong: the deepest is about the type that was meant.
-    field = errors[0]["loc"][:1]
-    entry = max((entry for entry in errors if entry["loc"][:1] == field), key=lambda entry: len(entry["loc"]))
-    loc = [str(part) for part in entry["loc"]]
-    tags = {at + 2 for at, part in enumerate(loc) if "tagged-union" in part}  # the kind of a part, which is no name
-    kept = [part for at, part in enumerate(loc) if at not in tags]
-    names = [part for part in kept if not re.search(r"[\[\](]|^(str|int|float|bool)$", part)]
-    param = ".".join(names)
-    if entry["type"] == "extra_forbidden":
-        known = f"; there are {', '.join(sorted(kind.model_fields))}" if len(names) == 1 else ""
-        return ApiError(400, f"There is no field {param!r:.80}{known}.", code="unknown_field", param=param[:80])
-    if entry["type"] == "missing":
-        return ApiError(400, f"The field {param!r} is missing.", code="missing_field", param=param)
-    given = json.dumps(entry["input"], default=str)
-    given = given if len(given) <= 80 else given[:77] + "..."
-    text = f"{param}: {entry['msg'][0].lower()}{entry['msg'][1:]}, not {given}."
-    return ApiError(400, text, code="invalid_value", param=param)

@@ -103,7 +103,7 @@ def test_more_texts_than_the_model_takes_at_once(client: openai.OpenAI, grpc: Cl
         ({"input": [1, 2]}, "input", "send texts"),
         ({"input": [[1, 2]]}, "input", "send texts"),
         ({"input": ["a", 1]}, "input.1", "valid string"),
-        ({"input": {"text": "a"}}, "input", "valid string"),
+        ({"input": {"text": "a"}}, "input.type", "missing"),
         ({"input": [PICTURE]}, "input", "0 is an image, and small-int8 reads texts alone"),
         ({"encoding_format": "int8"}, "encoding_format", "float"),
         ({"dimensions": 16}, "dimensions", "has 32, not 16"),
