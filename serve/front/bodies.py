@@ -329,12 +329,14 @@ class ChatBody(Generation):
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice needs tools.", code="invalid_value", param="tool_choice")
         if offered := self.offered:
-            choice = self.tool_choice
-            name = choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
-            if name not in ("auto", "required", *(tool["function"]["name"] for tool in offered)):
-                raise ApiError(400, f"There is no tool {name!r:.80}.", code="invalid_value", param="tool_choice")
-            value = {"tools": offered, "choice": name, "parallel": self.parallel_tool_calls is not False}
-            wanted.append({"kind": "tools", "value": value})
+            choice, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
+            if isinstance(choice, NamedTool):  # said without its name, which may be "auto" or "required"
+                name = choice.function.name
+                offered = [tool for tool in offered if tool["function"]["name"] == name]
+                if not offered:
+                    raise ApiError(400, f"There is no tool {name!r:.80}.", code="invalid_value", param="tool_choice")
+                choice, parallel = "required", False
+            wanted.append({"kind": "tools", "value": {"tools": offered, "choice": choice, "parallel": parallel}})
         if len(wanted) > 1:
             text = "An answer has one form: give one of response_format, tools and guided_*."
             raise ApiError(400, text, code="invalid_value", param="response_format")
