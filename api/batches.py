@@ -39,7 +39,7 @@ def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig, mo
         rows += len(next(iter(found[-1].values())))
         if rows >= most:
             break
-    if not found or any(each.keys() != found[0].keys() for each in found):
+    if not rows or any(each.keys() != found[0].keys() for each in found):
         raise InputError(f"data gives no batches, or unlike ones; each needs tensors for {', '.join(names)}")
     return {name: torch.cat([each[name] for each in found])[:most].contiguous() for name in found[0]}
 
@@ -48,8 +48,9 @@ def to_learn(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) ->
     """All of `data`, of batches as much as `LEARNT` bytes hold; and how many samples of it one update takes."""
     if isinstance(data, Mapping):
         return gathered(data, config), BATCH_SIZE
+    names = [spec.name for spec in config.inputs]
     batches = iter(data)
-    first = next(batches, None)
+    first = next((batch for batch in batches if rows_of(_named(batch, names))), None)
     if first is None:
         return gathered((), config), BATCH_SIZE
     shown = gathered([first], config)
@@ -67,7 +68,8 @@ def _named(batch: Any, names: list[str]) -> dict[str, Tensor]:
     else:
         values = [batch] if isinstance(batch, Tensor) else list(batch)
         given = dict(zip([*names, LABELS], values, strict=False)) if len(values) <= len(names) + 1 else {}
-    if any(name not in given for name in names) or not all(isinstance(value, Tensor) for value in given.values()):
+    are_rows = all(isinstance(value, Tensor) and value.dim() for value in given.values())
+    if any(name not in given for name in names) or not are_rows:
         raise InputError(
             f"a batch of data is {type(batch).__name__} that does not fit; give a tensor for each of "
             f"{', '.join(names)}, in order or by name, and labels behind them if there are any"

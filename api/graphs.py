@@ -116,7 +116,12 @@ class Network:
         return self._network.config
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs, in the order of `config.outputs`."""
+        """The outputs, in the order of `config.outputs`.
+
+        Raises:
+            InputError: inputs that are not those of `config`.
+        """
+        _check_inputs(inputs, self.config)
         return self._network(*inputs)
 
     def module(self) -> fx.GraphModule:
@@ -321,12 +326,12 @@ class QuantizedNetwork:
         """The outputs, in the order of `config.outputs`, by ONNX Runtime on the CPU.
 
         Raises:
-            InputError: another number of inputs.
+            InputError: inputs that are not those of `config`.
         """
-        if len(inputs) != len(self.config.inputs):
-            names = ", ".join(map(str, self.config.inputs))
-            raise InputError(f"{len(inputs)} inputs were given, the network takes {names}")
-        given = {spec.name: value.numpy() for spec, value in zip(self.config.inputs, inputs, strict=True)}
+        _check_inputs(inputs, self.config)
+        given = {
+            spec.name: value.detach().cpu().numpy() for spec, value in zip(self.config.inputs, inputs, strict=True)
+        }
         found = run_graph(self._session, self.config, given)
         return tuple(torch.from_numpy(found[spec.name]) for spec in self.config.outputs)
 
@@ -353,6 +358,24 @@ class QuantizedNetwork:
         if self._said or not (self.folder / REPORT_FILE).exists():
             return "\n".join(self._said)
         return summary_line(read_report(self.folder))
+
+
+def _check_inputs(inputs: Sequence[Any], config: GraphConfig) -> None:
+    """Raises InputError unless these are tensors of the inputs' types and shapes; an axis with a name has one size."""
+    takes = f"the network takes {', '.join(map(str, config.inputs))}"
+    if len(inputs) != len(config.inputs):
+        raise InputError(f"{len(inputs)} inputs were given, {takes}")
+    sizes: dict[int | str, int] = {}
+    for spec, value in zip(config.inputs, inputs, strict=True):
+        if not isinstance(value, Tensor):
+            raise InputError(f"{spec.name} was given as {type(value).__name__}, which is no tensor; {takes}")
+        given = str(value.dtype).removeprefix("torch.")
+        wanted = [
+            sizes.setdefault(axis, size) if isinstance(axis, str) else axis
+            for axis, size in zip(spec.shape, value.shape, strict=False)
+        ]
+        if given != spec.dtype or value.dim() != len(spec.shape) or wanted != list(value.shape):
+            raise InputError(f"{spec.name} was given as {given}[{', '.join(map(str, value.shape))}], {takes}")
 
 
 def _with_tokenizer(network: graph.Network, path: str | os.PathLike[str] | None) -> graph.Network:

@@ -27,6 +27,17 @@ class Small(nn.Module):
         return self.layers(x)
 
 
+class Pair(nn.Module):
+    """(batch, 6) and (batch, 2) → (batch, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(torch.cat([x, y], 1))
+
+
 def small() -> nn.Module:
     return Small().eval()
 
@@ -97,6 +108,27 @@ def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
         quantized(torch.randn(3, 4))
 
 
+def test_inputs_that_do_not_fit_are_refused_by_name() -> None:
+    pair = penjing.Network.from_torch(Pair().eval(), (torch.randn(4, 6), torch.randn(4, 2)))
+    quantized = pair.quantize({"x": torch.randn(64, 6), "y": torch.randn(64, 2)})
+    x, y = torch.randn(3, 6), torch.randn(3, 2)
+    takes = re.escape("the network takes x: float32[batch, 6], y: float32[batch, 2]")
+    for called in (pair, quantized):
+        for inputs, given in (
+            ((x,), "1 inputs were given"),
+            ((x, y, y), "3 inputs were given"),
+            ((x, torch.randn(3, 5)), re.escape("y was given as float32[3, 5]")),
+            ((x, torch.randn(4, 2)), re.escape("y was given as float32[4, 2]")),
+            ((x[0], y), re.escape("x was given as float32[6]")),
+            ((x[None], y), re.escape("x was given as float32[1, 3, 6]")),
+            ((x.double(), y), re.escape("x was given as float64[3, 6]")),
+            ((x.numpy(), y), "x was given as ndarray, which is no tensor"),
+        ):
+            with pytest.raises(penjing.InputError, match=f"{given}.*{takes}"):
+                called(*inputs)  # type: ignore[arg-type]
+        assert torch.equal(called(x.clone().requires_grad_(), y)[0].detach(), called(x, y)[0].detach())
+
+
 def test_how_long_it_learns_from_a_file_has_to_be_said() -> None:
     with pytest.raises(penjing.ConfigError, match="give steps=N"):
         network().distill(network(), data="samples.npz")
@@ -131,6 +163,19 @@ def test_an_update_takes_a_batch_of_the_loader_and_all_of_it_is_learnt() -> None
     assert found.startswith("distill: 5 updates of 500 from 2,500 samples")
     with pytest.raises(penjing.InputError, match="data gives no batches"):
         network().distill(network(), data=[])
+
+
+def test_batches_without_rows_are_passed_over_and_nothing_else_is_refused() -> None:
+    teacher, student, none = network(), network(), torch.randn(0, 6)
+    student.distill(teacher, data=[none, torch.randn(8, 6), none], epochs=1.0)
+    assert "1 updates of 8 from 8 samples" in student.report()
+    for nothing in ([], [none], [none, none]):
+        with pytest.raises(penjing.InputError, match="data gives no batches"):
+            student.distill(teacher, data=nothing)
+        with pytest.raises(penjing.InputError, match="data gives no batches"):
+            student.quantize(data=nothing)
+    with pytest.raises(penjing.InputError, match="give a tensor for each of x"):
+        student.distill(teacher, data=[torch.tensor(1.0)])
 
 
 def test_a_network_becomes_int8_on_the_batches_of_a_loader(tmp_path: Path) -> None:
