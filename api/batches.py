@@ -14,9 +14,9 @@ from penjing.core.errors import InputError
 from penjing.core.graph.config import GraphConfig
 
 Data = str | os.PathLike[str] | Mapping[str, Tensor] | Iterable[Any]
-"""Samples: what `data.source` of a recipe names; or tensors by the names of inputs, a row a sample; or batches. A batch
-is a tensor, a list of tensors in the order of the network's inputs, with or without labels behind them, or tensors by
-name."""
+"""Samples: what `data.source` of a recipe names; or tensors by the names of inputs, a row a sample, or the tensor of a
+single input; or batches. A batch is a tensor, a list of tensors in the order of the network's inputs, with or without
+labels behind them, or tensors by name."""
 SAMPLES = 2048  # of batches that are given, to look at; the rest is not read
 LEARNT = 2 << 30  # bytes of batches that are given, to learn from
 BATCH_SIZE = 64  # of an update, where batches do not say it
@@ -32,7 +32,7 @@ def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig, mo
     names = [spec.name for spec in config.inputs]
     found: list[dict[str, Tensor]] = []
     rows = 0
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping | Tensor):
         return {name: value.contiguous() for name, value in _named(data, names).items()}
     for batch in data:
         found.append(_named(batch, names))
@@ -46,7 +46,7 @@ def gathered(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig, mo
 
 def to_learn(data: Mapping[str, Tensor] | Iterable[Any], config: GraphConfig) -> tuple[dict[str, Tensor], int]:
     """All of `data`, of batches as much as `LEARNT` bytes hold; and how many samples of it one update takes."""
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping | Tensor):
         return gathered(data, config), BATCH_SIZE
     names = [spec.name for spec in config.inputs]
     batches = iter(data)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penjing
-from penjing.batches import SAMPLES, gathered
+from penjing.batches import BATCH_SIZE, SAMPLES, gathered, to_learn
 from tests.core.artifact.graph_artifacts import two_inputs
 
 
@@ -89,7 +89,11 @@ def test_samples_come_in_every_form_of_a_loader() -> None:
         assert torch.equal(found[name], torch.cat([rows, rows]))
         assert ("labels" in found) == (len(batch) == 2)
     assert len(gathered(iter([torch.zeros(SAMPLES, 6)] * 3), config)[name]) == SAMPLES
-    assert torch.equal(gathered({name: rows}, config)[name], rows)
+    for alone in ({name: rows}, rows):
+        assert torch.equal(gathered(alone, config)[name], rows)
+        found, batch_size = to_learn(alone, config)
+        assert torch.equal(found[name], rows)
+        assert batch_size == BATCH_SIZE
     for bad in ([], [[rows, labels, labels]], [{"other": rows}], [["text"]], [rows, (rows, labels)]):
         with pytest.raises(penjing.InputError, match=name):
             gathered(bad, config)
