@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from penjing.core.errors import ConfigError, InputError
 from penjing.train.batch_size import Cut, check_shares
 from penjing.train.families.base import Task
@@ -60,7 +58,7 @@ def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
     samples = task.stream(1, World(size=recipe.data.batch_size)).state_dict().get("num_samples")
     if samples is None:
         raise ConfigError(f"epochs = {recipe.epochs:g}: these data do not tell how many samples they are; give steps")
-    return recipe.model_copy(update={"steps": math.ceil(recipe.epochs * samples / recipe.data.batch_size)})
+    return recipe.model_copy(update={"steps": recipe.num_steps(samples)})
 
 
 def _check_granularity(recipe: RunRecipe, processes: int) -> None:

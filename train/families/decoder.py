@@ -163,7 +163,7 @@ class MixedLanguageModeling(LanguageModeling):
             rank=world.rank,
             world_size=world.size,
             seed=self._recipe.seed,
-            steps=self._recipe.steps,
+            steps=self._recipe.num_steps(sum(sizes.values())),
             document_mask=self._data.document_mask,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -224,6 +225,10 @@ class RunRecipe(Config):
         if "steps" in info.data and bool(info.data["steps"]) == (value is not None):
             raise ValueError("a run has one length; set steps above 0, or epochs")
         return value
+
+    def num_steps(self, samples: int) -> int:
+        """Updates of the weights, where `samples` are there to learn from."""
+        return self.steps if self.epochs is None else math.ceil(self.epochs * samples / self.data.batch_size)
 
     @property
     def run_folder(self) -> Path:

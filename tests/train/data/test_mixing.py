@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.progress import Silent
+from penjing.train.checks import with_steps
 from penjing.train.data.mixing import Mixing, MixingConfig
 from penjing.train.data.mixture import MixtureOrder, mixed, quotas
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
 from penjing.train.data.stream import OrderedStream
+from penjing.train.families.base import build_task
 from penjing.train.objective.objective import IGNORED
+from penjing.train.processes.world import World
+from penjing.train.recipe.load import load_train_recipe
 
 ANY = {"a": True, "b": True, "c": True}
 
@@ -244,14 +249,20 @@ RECIPE_CHANGES = [
 ]  # fmt: skip
 
 
-def run(recipe: Path, folder: Path, sources: list[str]) -> list[dict[str, float]]:
-    """The records of a run on `sources` by the rule of perplexity, every rise taken."""
-    from penjing.train.run import train
-
+def mixed_recipe(recipe: Path, folder: Path, sources: list[str]) -> Path:
+    """`recipe` on `sources`, in `folder`."""
     text = recipe.read_text()
     begin = text.index("shards = ")
     mixed = folder / "mixed.toml"
     mixed.write_text(text[:begin] + f"sources = {json.dumps(sources)}" + text[text.index("\n", begin) :])
+    return mixed
+
+
+def run(recipe: Path, folder: Path, sources: list[str]) -> list[dict[str, float]]:
+    """The records of a run on `sources` by the rule of perplexity, every rise taken."""
+    from penjing.train.run import train
+
+    mixed = mixed_recipe(recipe, folder, sources)
     mixing = {"kind": "perplexity", "min_rise": 0, "rises": 1, "max_epochs": 1000}
     changes = [*RECIPE_CHANGES, *(f"data.mixing.{name}={json.dumps(value)}" for name, value in mixing.items())]
     train(mixed, [*changes, f"output={folder}/out", "learning_rate.peak=0.05"])
@@ -291,3 +302,23 @@ def test_a_domain_without_text_to_train_on_is_refused(
     source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "x", "domain": "one letter"}]))
     with pytest.raises(ConfigError, match=r"domains one letter are held out as a whole, with nothing to train on"):
         run(recipe, tmp_path, [str(source)])
+
+
+def test_epochs_are_steps_by_which_repeated_domains_are_refused(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENJING_CACHE", str(tmp_path / "cache"))
+    for name, count in (("small", 20), ("large", 200)):
+        texts = (" ".join(f"{n * place * 7919 % 1009}" for place in range(40)) for n in range(1, count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    mixed = mixed_recipe(recipe, tmp_path, [str(tmp_path / "small.jsonl"), str(tmp_path / "large.jsonl")])
+    settings = [*RECIPE_CHANGES, "data.mixing.kind=stratified", "data.mixing.max_epochs=1.5", "steps=0"]
+    few, many = (load_train_recipe(mixed, [*settings, f"epochs={epochs}"]) for epochs in (0.1, 1))
+    task = build_task(few, Silent())
+    steps = with_steps(few, task).steps
+    assert steps > 0
+    stream = task.stream(4, World())
+    assert isinstance(stream, OrderedStream)
+    assert stream.order._steps == steps
+    with pytest.raises(ConfigError, match=r"[0-9,]+ steps would repeat domain 'small.jsonl' [0-9.]+ times"):
+        with_steps(many, build_task(many, Silent()))
