@@ -187,10 +187,14 @@ class AveragedWeights:
         """Name → average, for a checkpoint."""
         return dict(self._average)
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Undo `state_dict`."""
+        """Undo `state_dict`, once the weights are there: the average of one that was frozen before begins with it."""
         for name, average in self._average.items():
-            fill(average, state[name])
+            if name in state:
+                fill(average, state[name])
+            else:
+                _local(average).copy_(_local(self._live[name]))
 
 
 def _loaded(saved: Any, parameter: nn.Parameter) -> torch.Tensor:

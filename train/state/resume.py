@@ -54,7 +54,7 @@ def find_state(
         )
     if changes:
         note(f"goes on from step {step} with other settings: {'; '.join(changes)}")
-    if any(change.startswith("optimizer.name ") for change in changes):
+    if any(change.startswith(("optimizer.name ", "optimizer.not_muon ")) for change in changes):
         note("what the optimiser before remembered is of no use to the new one, which starts without")
         tree["optimizer"] = {}
     return saved

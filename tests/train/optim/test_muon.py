@@ -14,6 +14,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.train.optim.optimizer import OptimizerConfig, build_optimizer, set_learning_rate
 from penjing.train.run import train
 from tests.conftest import tiny_config
+from tests.train.data.test_sources import Notes
 
 
 def test_it_is_torchs_muon_on_inner_matrices_and_torchs_adamw_elsewhere() -> None:
@@ -61,3 +62,12 @@ def test_a_run_with_muon_resumes_to_the_same_losses(
     assert losses(tmp_path / "out-run") == whole
     with pytest.raises(ConfigError, match=r"'muon' needs whole matrices, and this \[parallel\] splits them"):
         train(recipe, [*settings, "parallel.zero=1"], force=True)
+
+
+def test_a_run_goes_on_with_other_parameters_of_muon(recipe: Path) -> None:
+    train(recipe, ["optimizer.name=muon", "evaluation.every=0"], until=4)
+    notes = Notes()
+    longer = "optimizer.not_muon=['*embed*', '*lm_head*', '*q_proj*']"
+    settings = ["optimizer.name=muon", "evaluation.every=0", longer]
+    train(recipe, settings, resume="auto", accept_changes=True, progress=notes)
+    assert [line for line in notes.notes if "starts without" in line]
