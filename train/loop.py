@@ -196,7 +196,7 @@ class Trainer:
         assert self.precision is not None
         torch.manual_seed(step_seed(self.seed, self.step, self.world.data.rank))
         self.precision.switch(self.step, self.steps)
-        self.loss_scale.enabled = self.precision.mode == "fp16"
+        self.loss_scale.enabled = self.precision.scales_loss
         set_learning_rate(self.optimizer, rate := self.rate.at(self.step, self.steps))
         began = time.perf_counter()
         self.world.at(f"step {self.step + 1}, reading its data")

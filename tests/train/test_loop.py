@@ -251,6 +251,27 @@ def test_float16_skips_overflows_and_finds_a_scale_that_works() -> None:
     assert not torch.equal(before, model.lm_head.weight)
 
 
+def test_the_loss_is_scaled_where_a_rule_alone_computes_in_float16() -> None:
+    from penjing.train.numerics.precision import Phase, Precision, PrecisionConfig, Rule
+
+    rule = Rule(match="*.mlp", compute="fp16")
+    half, whole = (Phase(until=0.5, mode=mode) for mode in ("fp16", "fp32"))
+    for config, scaled in (
+        (PrecisionConfig(policy=(rule,)), [True, True]),
+        (PrecisionConfig(policy=(rule,), schedule=(whole,)), [True, True]),
+        (PrecisionConfig(policy=(rule.model_copy(update={"compute": "bf16"}),)), [False, False]),
+        (PrecisionConfig(schedule=(half,)), [True, False]),
+    ):
+        model, scale, seen = tiny_decoder(), LossScale(64.0), list[bool]()
+        trainer = trainer_of(
+            model, [token_batch(2, 16, 0)], 2, loss_scale=scale,
+            precision=Precision(model, config, torch.device("cpu")),
+            after_update=(lambda step, scale=scale, seen=seen: seen.append(scale.value == 64.0),),
+        )  # fmt: skip
+        trainer.fit()
+        assert seen == scaled
+
+
 class OtherProcess(World):
     """A world whose other process always reports one flag: -1 the overflow of a gradient, -2 the wish to stop."""
 

@@ -233,6 +233,11 @@ class Precision:
         assert self._mode is not None
         return self._mode
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through float16, in which small ones vanish. The same in every process."""
+        return self.mode == "fp16" or any(each.compute == "fp16" for each in self.config.policy)
+
     def switch(self, step: int, steps: int) -> None:
         """Put the mode of update `step` of `steps` in force; free when it does not change."""
         self._enter(self.config.mode_at(step, steps))
