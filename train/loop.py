@@ -373,7 +373,7 @@ class Trainer:
         load_optimizer_state(self.optimizer, self.model, state["optimizer"])
         if (self.average is None) != (state["average"] is None):
             raise InputError(
-                "optimizer.average: the saved run and this one differ in whether weights are averaged; set it as before"
+                "average: the saved run and this one differ in whether weights are averaged; set it as before"
             )
         if self.average is not None:
             self.average.load_state_dict(state["average"])

@@ -51,7 +51,7 @@ class LossScale:
             self._scale, self._good_steps = max(self._scale * 0.5, SMALLEST), 0
         else:
             self._good_steps += 1
-            if self._good_steps == self.window:
+            if self._good_steps >= self.window:  # beyond it where a run goes on with a shorter one
                 self._scale, self._good_steps = min(self._scale * 2.0, LARGEST), 0
         self.num_changes += self._scale != before
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from penjing.core.errors import InputError
 from penjing.train.optim.optimizer import AveragedWeights
 from penjing.train.run import train
 
@@ -34,3 +36,12 @@ def test_a_run_goes_on_with_less_of_it_frozen(recipe: Path, tmp_path: Path) -> N
     name = "model.embed_tokens.weight"
     assert f"average/{name}" not in frozen
     assert not torch.equal(load_file(tmp_path / "out/model.safetensors")[name], frozen[f"model/{name}"])
+
+
+def test_a_run_does_not_begin_to_average_midway(recipe: Path) -> None:
+    train(recipe, ["evaluation.every=0"], until=4)
+    changed = ["evaluation.every=0", "average=0.5"]
+    with pytest.raises(
+        InputError, match=r"^average: the saved run and this one differ in whether weights are averaged"
+    ):
+        train(recipe, changed, resume="auto", accept_changes=True)
