@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -134,13 +134,23 @@ def shuffled(
 
 
 def one_pass(
-    samples: Indexed, most: int | None = None, *, micro_batch: int, rank: int = 0, world_size: int = 1
+    samples: Indexed,
+    most: int | None = None,
+    *,
+    micro_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    spread: bool = False,
 ) -> Iterator[Batch]:
     """One pass over the first `most` samples, or all: this process's micro-batches, as many as every other process has;
-    what fills them up is sample 0, which does not count."""
+    what fills them up is sample 0, which does not count.
+
+    Args:
+        spread: `most` samples at equal distances, and not the first: these may all be of one source.
+    """
     total = len(samples) if most is None else min(len(samples), most)
     for draw in draws(total, micro_batch, rank, world_size):
-        yield samples.batch(draw)
+        yield samples.batch(replace(draw, samples=draw.samples * len(samples) // total) if spread else draw)
 
 
 def draws(total: int, micro_batch: int, rank: int, world_size: int) -> Iterator[Draw]:

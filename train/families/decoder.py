@@ -121,7 +121,7 @@ class LanguageModeling(DecoderTask):
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
         rows, most = self._rows("held_out"), self._recipe.evaluation.samples
-        return one_pass(rows, most, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
+        return one_pass(rows, most, micro_batch=micro_batch, rank=world.rank, world_size=world.size, spread=True)
 
     def _rows(self, split: str) -> TokenSamples:
         """The samples of a split: rows that follow each other, or windows that overlap."""
@@ -189,7 +189,7 @@ class MixedLanguageModeling(LanguageModeling):
         share = {"micro_batch": micro_batch, "rank": world.rank, "world_size": world.size}
         length, mask = self._data.sequence_length, self._data.document_mask
         return {
-            name: partial(one_pass, held_out_rows(tokens, length, mask), each, **share)
+            name: partial(one_pass, held_out_rows(tokens, length, mask), each, spread=True, **share)
             for name, tokens in shards.items()
         }
 

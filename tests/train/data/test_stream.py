@@ -23,7 +23,7 @@ from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.mixing import Mixing, MixingConfig
 from penjing.train.data.mixture import mixed
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
-from penjing.train.data.stream import Indexed, one_pass, shuffled
+from penjing.train.data.stream import Draw, Indexed, one_pass, shuffled
 from penjing.train.data.tokens import TokenRows
 from penjing.train.objective.objective import Batch
 from penjing.train.sources.reader import Form, Reader
@@ -142,3 +142,25 @@ def test_a_square_of_as_many_pixels_is_erased(side: int) -> None:
     assert (marked.sum((1, 2)) == rows * columns).all()  # whole rectangles
     assert rows.max() == columns.max() == side  # a part may lie outside
     assert rows.min() == (side + 1) // 2
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 101
+
+    def batch(self, draw: Draw) -> Batch:
+        return {"numbers": torch.from_numpy(draw.samples[draw.real])}
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 10), (1, 3), (2, 5)])
+def test_some_of_many_samples_are_taken_from_everywhere(world_size: int, micro_batch: int) -> None:
+    taken = [
+        number
+        for rank in range(world_size)
+        for batch in one_pass(Numbers(), 20, micro_batch=micro_batch, rank=rank, world_size=world_size, spread=True)
+        for number in batch["numbers"].tolist()
+    ]
+    assert sorted(taken) == [place * 101 // 20 for place in range(20)]
+    for most in (None, 101, 500):
+        everything = one_pass(Numbers(), most, micro_batch=7, spread=True)
+        assert [number for batch in everything for number in batch["numbers"].tolist()] == list(range(101))
