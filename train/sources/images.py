@@ -22,6 +22,7 @@ from penjing.train.sources.reader import Form, Reader
 from penjing.train.sources.settings import SourceSettings
 
 _TOGETHER = 64
+_MOST_CLASSES = 1 << 20  # that are numbered: each has a name
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,18 @@ def class_names(settings: SourceSettings) -> tuple[str, ...]:
     """The classes of a source, in order.
 
     Raises:
-        InputError: it has none.
+        InputError: it has none, or too large numbers for them.
     """
     source = open_source(settings)
     if source.labels is None:
         raise InputError(f"{source.where} has no classes; give a folder with a folder for each class")
     if all(isinstance(label, int) for label in source.labels):
-        return tuple(map(str, range(max(map(int, source.labels)) + 1)))
+        if (last := max(map(int, source.labels))) >= _MOST_CLASSES:
+            raise InputError(
+                f"{source.where} has class {last}, and classes are numbered from 0 on, below {_MOST_CLASSES:,}; give "
+                "names, or smaller numbers"
+            )
+        return tuple(map(str, range(last + 1)))
     return tuple(sorted({str(label) for label in source.labels}))
 
 

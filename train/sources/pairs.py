@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError
+from penjing.core.text.records import LINES
 from penjing.train.sources.folder import image_folder
 from penjing.train.sources.open import TABLES
 from penjing.train.sources.packed import TARS, is_tar
@@ -62,7 +63,7 @@ def _open(path: Path, settings: SourceSettings, column: str | None) -> list[Sour
 
 def _table(path: Path, settings: SourceSettings, wanted: str | None) -> Source:
     images = read_table(path, settings)
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix.lower() in LINES:
         rows = json_rows(path)
         names = list(dict.fromkeys(name for row in rows for name in row))
 

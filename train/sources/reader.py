@@ -223,13 +223,13 @@ def targets_of(source: Source, form: Form) -> NDArray[np.int64]:
     if not form.classes:
         raise InputError(f"{source.where} has classes, and the network tells none apart; {without}")
     if all(isinstance(label, int) for label in labels):
-        numbers = np.array(labels, np.int64)
-        if numbers.min() < 0 or numbers.max() >= form.classes:
+        low, high = min(map(int, labels)), max(map(int, labels))  # of any size: not every one fits into 64 bits
+        if low < 0 or high >= form.classes:
             raise InputError(
-                f"{source.where} has classes from {numbers.min()} to {numbers.max()}, the network {form.classes} from "
-                f"0 on; give labels of this network, or {without}"
+                f"{source.where} has classes from {low} to {high}, the network {form.classes} from 0 on; give labels "
+                f"of this network, or {without}"
             )
-        return numbers
+        return np.array(labels, np.int64)
     names = form.names or tuple(sorted({str(label) for label in labels}))
     if len(names) != form.classes:
         raise InputError(

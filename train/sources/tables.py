@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.errors import InputError
-from penjing.core.text.records import arrow_module
+from penjing.core.text.records import LINES, arrow_module
 from penjing.train.sources.folder import RECORDING, SUFFIXES
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Label, Source, Values, content_digest
@@ -28,7 +28,7 @@ def read_table(path: Path, settings: SourceSettings) -> Source:
         InputError: damaged, empty, or without such columns.
         SetupError: pyarrow is needed and not installed.
     """
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix.lower() in LINES:
         rows, classes = json_rows(path), {}
         names = list(dict.fromkeys(name for row in rows for name in row))
         column, written = _held(path, names, settings, lambda name: True)
@@ -78,7 +78,7 @@ def json_rows(path: Path) -> list[dict[str, Any]]:
     """
     rows = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), ""), 1):
                 if len(line) > _LONGEST_LINE:
                     raise InputError(
@@ -103,7 +103,7 @@ def arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
     """
     pa, pq = arrow_module("", path), arrow_module("parquet", path)
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             table = pq.read_table(path, partitioning=None)
         else:
             with pa.memory_map(str(path)) as file:

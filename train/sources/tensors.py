@@ -44,7 +44,7 @@ def read_arrays(path: Path, labels: bool) -> Source:
         InputError: damaged, pickled, empty, or with other counts of rows.
     """
     try:
-        if path.suffix == ".npz":
+        if path.suffix.lower() == ".npz":
             with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         else:

@@ -24,7 +24,10 @@ from penjing.core import files
 from penjing.core.errors import InputError, SetupError
 from penjing.core.text import records
 from penjing.train.sources import packed, tables
+from penjing.train.sources.images import class_names
 from penjing.train.sources.open import fingerprint, open_source
+from penjing.train.sources.pairs import open_pairs
+from penjing.train.sources.reader import Form, targets_of
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source
 from tests.train.sources.photos import folder_of, photo
@@ -111,6 +114,32 @@ def test_json_lines(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(InputError, match="no JSON object"):
         opened(path)
+
+
+def test_endings_in_capitals_and_byte_order_marks_are_read_as_others(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"images": 3})
+    lines = [{"image": f"images/{number:03d}.png", "label": number % 2, "text": f"t {number}"} for number in range(3)]
+    written = "\n".join(map(json.dumps, lines))
+    for name, text in (("A.JSONL", written), ("marked.jsonl", f"\ufeff{written}")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        source = opened(tmp_path / name)
+        assert (source.labels, source.load(1)) == ([0, 1, 0], photo(1))
+        pairs = open_pairs((str(tmp_path / name),), SourceSettings(), None)
+        assert pairs.labels == ["t 0", "t 1", "t 2"]
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 3), np.float32))
+    (tmp_path / "a.npz").rename(tmp_path / "A.NPZ")
+    assert opened(tmp_path / "A.NPZ").size == 2
+
+
+def test_numbers_of_classes_may_be_of_any_size_and_are_refused(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"images": 2})
+    rows = [{"image": f"images/{number:03d}.png", "label": number * 10**20} for number in range(2)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match=r"classes from 0 to 100000000000000000000, the network 3 from 0 on"):
+        targets_of(opened(path), Form((), None, 3))
+    with pytest.raises(InputError, match=r"has class 100000000000000000000, and classes are numbered from 0 on, below"):
+        class_names(SourceSettings(source=str(path)))
 
 
 def test_a_tar(tmp_path: Path) -> None:
