@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def _clip(call: Call) -> Tensor:
         return x
     if low == 0 and high is None:
         return torch.relu(x)
-    if low is not None and high is not None and x.is_floating_point():
+    if low is not None and high is not None and low <= high and x.is_floating_point():
         return F.hardtanh(x, low, high)
     return torch.clamp(x, low, high)
 
@@ -160,26 +161,33 @@ def _hardmax(x: Tensor, dim: int) -> Tensor:
     return torch.zeros_like(x).scatter(dim, x.argmax(dim, keepdim=True), 1.0)
 
 
-def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Callable[[Call], Tensor]:
+def _reduce(
+    function: Callable[[Tensor, list[int], bool], Tensor], each: Callable[[Tensor], Tensor] = lambda x: x
+) -> Callable[[Call], Tensor]:
+    """`each` is what is left where no axis is reduced."""
+
     def compute(call: Call) -> Tensor:
         x, axes = call.tensor(0), call.axes()
-        if not axes:
-            if call.attribute("noop_with_empty_axes", 0):
-                return x if function is not _squares else x * x
-            axes = list(range(x.ndim))
-        return function(x, axes, bool(call.attribute("keepdims", 1))) if x.ndim else x
+        if not x.ndim or (not axes and call.attribute("noop_with_empty_axes", 0)):
+            return each(x)
+        return function(x, axes or list(range(x.ndim)), bool(call.attribute("keepdims", 1)))
 
     return compute
 
 
 def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     for axis in sorted((axis % x.ndim for axis in axes), reverse=True):
-        x = x.prod(axis, keepdim=keep)
+        x = x.prod(axis, keepdim=keep, dtype=x.dtype)
     return x
 
 
 def _norm(order: int) -> Callable[[Tensor, list[int], bool], Tensor]:
-    return lambda x, axes, keep: torch.linalg.vector_norm(x, order, axes, keep)
+    def compute(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+        if x.is_floating_point():
+            return torch.linalg.vector_norm(x, order, axes, keep)
+        return _sum_of(x.abs(), axes, keep) if order == 1 else _squares(x, axes, keep).double().sqrt().to(x.dtype)
+
+    return compute
 
 
 def _sum_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -187,7 +195,10 @@ def _sum_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _mean_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return x.mean(axes, keep)
+    if x.is_floating_point():
+        return x.mean(axes, keep)
+    count = math.prod(x.shape[axis] for axis in axes)
+    return torch.div(_sum_of(x, axes, keep), count, rounding_mode="trunc")
 
 
 def _squares(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -303,10 +314,10 @@ OPERATORS: dict[str, Callable[[Call], Any]] = {
     "ReduceMax": _reduce(torch.amax),
     "ReduceMin": _reduce(torch.amin),
     "ReduceProd": _reduce(_product),
-    "ReduceL1": _reduce(_norm(1)),
-    "ReduceL2": _reduce(_norm(2)),
-    "ReduceSumSquare": _reduce(_squares),
-    "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keep).log()),
+    "ReduceL1": _reduce(_norm(1), torch.abs),
+    "ReduceL2": _reduce(_norm(2), torch.abs),
+    "ReduceSumSquare": _reduce(_squares, lambda x: x * x),
+    "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keep).log(), torch.log),
     "ReduceLogSumExp": _reduce(torch.logsumexp),
     "ArgMax": _extreme(largest=True),
     "ArgMin": _extreme(largest=False),

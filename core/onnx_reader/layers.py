@@ -40,6 +40,11 @@ def _pads(
     return before, behind
 
 
+def _even(before: list[Size], behind: list[Size]) -> bool:
+    """Whether torch's own pads do; a comparison of open sizes would fix what the example has."""
+    return all(isinstance(pad, int) for pad in (*before, *behind)) and before == behind
+
+
 def _padded(x: Tensor, before: list[Size], behind: list[Size], value: float = 0.0) -> Tensor:
     flat = [size for pair in zip(reversed(before), reversed(behind), strict=True) for size in pair]
     return F.pad(x, flat, value=value)
@@ -53,7 +58,7 @@ def _conv(call: Call) -> Tensor:
     strides = call.attribute("strides", [1] * count)
     dilations = call.attribute("dilations", [1] * count)
     before, behind = _pads(call, x, list(weight.shape[2:]), strides, dilations)
-    if before != behind:
+    if not _even(before, behind):
         x, before = _padded(x, before, behind), [0] * count
     return _CONV[count](x, weight, bias, strides, before, dilations, call.attribute("group", 1))
 
@@ -81,7 +86,9 @@ def _conv_transpose(call: Call) -> Tensor:
             before.append(cut - half if mode != "SAME_UPPER" else half)
             behind.append(half if mode != "SAME_UPPER" else cut - half)
     arguments: dict[str, Any] = {"stride": strides, "dilation": dilations, "groups": call.attribute("group", 1)}
-    if before == behind and all(out < max(step, gap) for out, step, gap in zip(extra, strides, dilations, strict=True)):
+    if _even(before, behind) and all(
+        out < max(step, gap) for out, step, gap in zip(extra, strides, dilations, strict=True)
+    ):
         return _TRANSPOSED[count](x, weight, bias, padding=before, output_padding=extra, **arguments)
     y = _TRANSPOSED[count](x, weight, bias, padding=0, **arguments)
     for axis in range(count):
@@ -95,11 +102,11 @@ def _gemm(call: Call) -> Tensor:
     alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
     x = call.tensor(0).t() if call.attribute("transA", 0) else call.tensor(0)
     turned, weight, bias = call.attribute("transB", 0), call.constant(1), call.constant(2)
+    columns = weight.shape[0 if turned else 1] if weight is not None else 0
     if weight is not None and (
-        not call.has(2) or (bias is not None and (bias.numel() in (1, weight.shape[0 if turned else 1])))
+        not call.has(2) or (bias is not None and (bias.numel() == 1 or (bias.numel() == columns == bias.shape[-1])))
     ):
         scaled = "" if alpha == 1 else "scaled"
-        columns = weight.shape[0 if turned else 1]
         kept = call.changed(
             1, f"{'' if turned else 'T'}{scaled}", lambda value: _times(value if turned else value.t(), alpha)
         )
@@ -173,6 +180,8 @@ def _group_norm(call: Call) -> Tensor:
     def spread(index: int) -> Tensor:
         if each == 1:
             return call.tensor(index, trained=True)
+        if call.constant(index) is None:
+            return call.tensor(index).repeat_interleave(each)
         return call.changed(index, "channels", lambda value: value.repeat_interleave(each))
 
     return F.group_norm(x, groups, spread(1), spread(2), eps)
@@ -189,7 +198,8 @@ def _local_response(call: Call) -> Tensor:
 
 def _lp_norm(call: Call) -> Tensor:
     x, axis = call.tensor(0), call.attribute("axis", -1)
-    return x / torch.linalg.vector_norm(x, call.attribute("p", 2), axis, keepdim=True)
+    norm = torch.linalg.vector_norm(x, call.attribute("p", 2), axis, keepdim=True)
+    return torch.where(norm == 0, 0.0, x / norm)
 
 
 def _mean_variance(call: Call) -> Tensor:
@@ -209,14 +219,31 @@ def _pool_settings(call: Call, x: Tensor) -> tuple[list[int], list[int], list[in
     return kernel, strides, dilations, before, behind, bool(call.attribute("ceil_mode", 0))
 
 
+def _inside(before: list[Size], behind: list[Size], kernel: list[int]) -> bool:
+    """Whether torch's pools take the pads themselves."""
+    return _even(before, behind) and all(2 * pad <= size for pad, size in zip(before, kernel, strict=True))
+
+
+def _begun(y: Tensor, x: Tensor, before: list[Size], strides: list[int]) -> Tensor:
+    """`y` without windows that begin behind `x`, which ceil_mode makes where there are pads."""
+    for axis, (pad, stride) in enumerate(zip(before, strides, strict=True), 2):
+        count, most = y.shape[axis], (x.shape[axis] + pad + stride - 1) // stride
+        if not isinstance(count, int) or not isinstance(most, int) or count > most:
+            y = torch.ops.aten.slice.Tensor(y, axis, 0, most)
+    return y
+
+
 def _max_pool(call: Call) -> Tensor:
     if call.uses(1):
         raise call.refused("gives indices, which penjing does not compute")
     x = call.tensor(0)
     kernel, strides, dilations, before, behind, ceil = _pool_settings(call, x)
-    if before != behind or any(2 * pad > size for pad, size in zip(before, kernel, strict=True)):
-        x, before = _padded(x, before, behind, -math.inf), [0] * len(kernel)
-    return _MAX[len(kernel)](x, kernel, strides, before, dilations, ceil)
+    pool = _MAX[len(kernel)]
+    if _inside(before, behind, kernel):
+        return pool(x, kernel, strides, before, dilations, ceil)
+    least = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    y = pool(_padded(x, before, behind, least), kernel, strides, 0, dilations, ceil)
+    return _begun(y, x, before, strides) if ceil else y
 
 
 def _average_pool(call: Call) -> Tensor:
@@ -226,10 +253,11 @@ def _average_pool(call: Call) -> Tensor:
         raise call.refused("has dilations, which penjing does not compute")
     counted = bool(call.attribute("count_include_pad", 0))
     average = _AVERAGE[len(kernel)]
-    if before == behind and all(2 * pad <= size for pad, size in zip(before, kernel, strict=True)):
+    if _inside(before, behind, kernel):
         return average(x, kernel, strides, before, ceil, counted)
     y = average(_padded(x, before, behind), kernel, strides, 0, ceil)
-    return y if counted else y / average(_padded(torch.ones_like(x), before, behind), kernel, strides, 0, ceil)
+    y = y if counted else y / average(_padded(torch.ones_like(x), before, behind), kernel, strides, 0, ceil)
+    return _begun(y, x, before, strides) if ceil else y
 
 
 def _lp_pool(call: Call) -> Tensor:

@@ -112,6 +112,9 @@ def _name_in_torch(
         return "nearest"  # each pixel is repeated
     if mode == "nearest" and whole and whole <= {1, 2} and rule == "asymmetric" and rounding == "round_prefer_floor":
         return "nearest"
+    after = sizes if sizes is not None else [_after(*each) for each in zip(x.shape, scales or [], strict=True)]
+    if rule == "pytorch_half_pixel" and any(isinstance(size, int) and size == 1 for size in after[2:]):
+        return None  # ONNX takes the first place, torch the one in the middle
     if mode == "linear" and rule in ("half_pixel", "pytorch_half_pixel", "align_corners"):
         return _LINEAR.get(space)
     if mode == "cubic" and rule in ("half_pixel", "align_corners") and call.attribute("cubic_coeff_a", -0.75) == -0.75:

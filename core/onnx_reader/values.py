@@ -57,7 +57,8 @@ class Constant:
         numbers = None
         if self.tensor.numel() <= HOST_SIZE:
             numbers = np.empty(tuple(self.tensor.shape), dtype=object)
-            numbers[...] = self.tensor.tolist()
+            if self.tensor.numel():  # the list of an empty tensor has lost its shape
+                numbers[...] = self.tensor.tolist()
         object.__setattr__(self, "numbers", numbers)
         object.__setattr__(
             self, "masks", bool((self.tensor.abs() >= LARGE).any()) if self.tensor.is_floating_point() else False

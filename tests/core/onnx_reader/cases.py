@@ -87,6 +87,7 @@ X = f(2, 3, 4)
 IMAGE = f(2, 4, 7, 6)
 POSITIVE = np.abs(X) + 0.5
 LOGICAL = X > 0
+SMALL = (np.arange(24).reshape(2, 3, 4) % 7 - 3).astype(np.int32)
 NUMBERS = rng.integers(-5, 6, (2, 3, 4)).astype(np.int64)
 
 _EACH = [
@@ -141,6 +142,7 @@ CASES = [
     case("Clip", X, [None, np.float32(0.6)]),
     case("Clip", X, opset=10, min=0.0, max=6.0),
     case("Clip", NUMBERS, [np.int64(-1), np.int64(2)]),
+    case("Clip", X, [np.float32(0.6), np.float32(-0.3)]),
     case("Cast", X, to=7),
     case("Cast", NUMBERS, to=1),
     case("Cast", X, to=9),
@@ -191,6 +193,12 @@ CASES = [
         for name in ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"]
     ),
     case("ReduceLogSum", POSITIVE, axes=[1]),
+    *(
+        case(name, POSITIVE if "Log" in name else X, i(), opset=18, noop_with_empty_axes=1)
+        for name in ["ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare", "ReduceMax"]
+    ),
+    *(case(name, np.float32(-1.5), opset=13, keepdims=0) for name in ["ReduceL1", "ReduceL2", "ReduceSum"]),
+    *(case(name, SMALL, opset=13, axes=[1]) for name in ["ReduceMean", "ReduceL1", "ReduceL2", "ReduceProd"]),
     case("ReduceSum", X),
     case("ReduceSum", X, [None], noop_with_empty_axes=1),
     case("ReduceSum", NUMBERS, i(1)),
@@ -215,6 +223,7 @@ CASES = [
     case("Gemm", f(3, 4), [f(4, 5), f(1, 5)], alpha=0.5, beta=2.0),
     case("Gemm", f(4, 3), [f(4, 5)], transA=1),
     case("Gemm", [f(3, 4), f(4, 5), f(3, 1)]),
+    case("Gemm", f(4, 3), [f(3, 4), f(4, 1)]),
     case("MatMul", X, f(4, 5)),
     case("MatMul", X, f(2, 4, 5)),
     case("MatMul", [X, f(2, 4, 5)]),
@@ -228,9 +237,11 @@ CASES = [
     case("RMSNormalization", X, f(4), opset=23),
     case("GroupNormalization", IMAGE, [f(2), f(2)], opset=18, num_groups=2),
     case("GroupNormalization", IMAGE, [f(4), f(4)], opset=21, num_groups=2),
+    case("GroupNormalization", [IMAGE, f(2), f(2)], opset=18, num_groups=2),
     case("LRN", IMAGE, size=3, alpha=0.1),
     case("LRN", IMAGE, size=5, alpha=0.1, bias=2.0),
     case("LpNormalization", X, axis=1),
+    case("LpNormalization", np.stack([X[0], 0 * X[0]]), axis=2, p=1),
     case("MeanVarianceNormalization", IMAGE),
     case("MaxPool", IMAGE, kernel_shape=[3, 2], strides=[2, 2], pads=[1, 0, 1, 1]),
     case("MaxPool", IMAGE, kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1),
@@ -239,6 +250,11 @@ CASES = [
     case("AveragePool", IMAGE, kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     case("AveragePool", IMAGE, kernel_shape=[3, 3], pads=[0, 0, 1, 1], strides=[2, 2]),
     case("AveragePool", IMAGE, kernel_shape=[3, 3], pads=[0, 0, 1, 1], count_include_pad=1),
+    *(
+        case(name, IMAGE, kernel_shape=[2, 2], pads=[0, 0, 1, 1], strides=[2, 2], ceil_mode=1)
+        for name in ("MaxPool", "AveragePool")
+    ),
+    case("MaxPool", (IMAGE * 9).astype(np.int8), kernel_shape=[2, 2], pads=[0, 0, 1, 1]),
     case("AveragePool", f(2, 3, 9), kernel_shape=[2], strides=[2]),
     case("LpPool", IMAGE, kernel_shape=[2, 2], p=2),
     case("GlobalAveragePool", IMAGE),
@@ -259,6 +275,7 @@ CASES = [
     case("Expand", f(3, 1), i(2, 1, 4)),
     case("Tile", f(2, 3), i(2, 1)),
     case("Concat", [X, f(2, 1, 4)], axis=1),
+    case("Concat", X, np.zeros((2, 0, 4), np.float32), axis=1),
     case("Split", X, i(1, 3), outputs=2, axis=2),
     case("Split", X, opset=11, outputs=2, axis=0),
     case("Split", f(7, 2), opset=18, outputs=3, num_outputs=3),
@@ -308,6 +325,13 @@ CASES = [
     case("Resize", IMAGE, [None, None, i(2, 4, 10, 5)], mode="cubic"),
     case("Resize", IMAGE, [None, None, i(2, 4, 10, 5)], mode="cubic", cubic_coeff_a=-0.5, exclude_outside=1),
     case("Resize", IMAGE, [None, None, i(2, 4, 3, 3)], opset=18, mode="linear", antialias=1),
+    case(
+        "Resize",
+        IMAGE,
+        [None, None, i(2, 4, 1, 5)],
+        mode="linear",
+        coordinate_transformation_mode="pytorch_half_pixel",
+    ),
     case("Resize", IMAGE, scales(1, 1, 2, 2), opset=10, mode="linear"),
     case("Upsample", IMAGE, scales(1, 1, 2, 2), opset=9, mode="nearest"),
     case("Upsample", IMAGE, opset=7, mode="linear", scales=[1.0, 1.0, 2.0, 2.0]),
