@@ -58,9 +58,24 @@ def _divided(one: Any, other: Any) -> Any:
         return one * as_meant(1 / other)
     if isinstance(one, (float, torch.SymFloat)) or isinstance(other, (float, torch.SymFloat)):
         return one / other
-    if isinstance(one, int) and isinstance(other, int):
-        return int(math.trunc(one / other)) if abs(one) < 1 << 52 else one // other
-    return one // other
+    if isinstance(other, int) and other < 0:
+        one, other = -one, -other
+    if statically_known_true(one >= 0):
+        return one // other
+    if isinstance(one, int):
+        return -(-one // other)
+    return torch.sym_ite(one < 0, -(-one // other), one // other)
+
+
+def _mod(call: Call, inputs: list[Host]) -> Host:
+    return _each(_remainder if call.attribute("fmod", 0) else operator.mod)(call, inputs)
+
+
+def _remainder(one: Any, other: Any) -> Any:
+    """With the sign of `one`."""
+    if isinstance(one, float) or isinstance(other, float):
+        return math.fmod(one, other)
+    return one - other * _divided(one, other)
 
 
 def _cast(call: Call, inputs: list[Host]) -> Host:
@@ -202,7 +217,7 @@ HOST: dict[str, Callable[[Call, list[Host]], Host | None]] = {
     "Sub": _each(operator.sub),
     "Mul": _each(_multiplied),
     "Div": _each(_divided),
-    "Mod": _each(operator.mod),
+    "Mod": _mod,
     "Neg": _each(operator.neg),
     "Min": _each(lambda *values: _reduced(torch.sym_min, values)),
     "Max": _each(lambda *values: _reduced(torch.sym_max, values)),

@@ -148,7 +148,7 @@ def test_only_the_axes_that_change_are_resized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["linear", "cubic", "nearest"])
 def test_a_scaled_size_is_a_product_of_float32(scale: float, mode: str, tmp_path: Path) -> None:
     rule = "asymmetric" if mode == "nearest" else "half_pixel"
-    settings = {"coordinate_transformation_mode": rule, "nearest_mode": "floor"}
+    settings: dict[str, Any] = {"coordinate_transformation_mode": rule, "nearest_mode": "floor"}
     node = helper.make_node("Resize", ["x", "", "scales"], ["y"], mode=mode, **settings)
     scales = np.array([1, 1, scale, scale], np.float32)
     _imported(_file(tmp_path / "a.onnx", [2, 3, 10, 10], [node], scales=scales), torch.randn(2, 3, 10, 10))
@@ -167,8 +167,43 @@ def test_a_size_times_a_fraction_is_a_product_of_float32(operator: str, tmp_path
         helper.make_node("Slice", ["x", "zero", "end", "one"], ["y"]),
     ]
     factor = np.array([0.7 if operator == "Mul" else 1.4], np.float32)
-    held = {"factor": factor, "zero": [0], "one": [1]}
+    held: dict[str, Any] = {"factor": factor, "zero": [0], "one": [1]}
     for length in (10, 14):
         _imported(_file(tmp_path / "a.onnx", ["batch", length, 4], nodes, **held), torch.randn(3, length, 4))
     path = _file(tmp_path / "a.onnx", ["batch", "length", 4], nodes, **held)
     _imported(path, *[torch.randn(3, length, 4) for length in (7, 10, 14, 20, 33)])
+
+
+@pytest.mark.parametrize("how", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("operator", ["Conv", "MaxPool", "AveragePool"])
+def test_pads_follow_an_open_size(operator: str, how: str, tmp_path: Path) -> None:
+    """The example's 224 needs no pads, or even ones; 15 needs uneven ones."""
+    held: dict[str, Any] = {"w": np.ones((4, 3, 2, 2), np.float32)} if operator == "Conv" else {}
+    node = helper.make_node(operator, ["x", *held], ["y"], auto_pad=how, kernel_shape=[2, 2], strides=[2, 2])
+    path = _file(tmp_path / "a.onnx", ["batch", 3, "height", "width"], [node], **held)
+    _imported(path, torch.randn(2, 3, 15, 15), torch.randn(3, 3, 16, 15), torch.randn(1, 3, 17, 14))
+
+
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool"])
+def test_no_window_begins_in_the_pads_of_an_open_size(operator: str, tmp_path: Path) -> None:
+    node = helper.make_node(operator, ["x"], ["y"], pads=[0, 0, 1, 1], kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)
+    path = _file(tmp_path / "a.onnx", ["batch", 3, "height", "width"], [node])
+    _imported(path, torch.randn(2, 3, 15, 15), torch.randn(3, 3, 16, 15), torch.randn(1, 3, 17, 14))
+
+
+@pytest.mark.parametrize(("operator", "settings"), [("Div", {}), ("Mod", {"fmod": 1}), ("Mod", {})])
+@pytest.mark.parametrize("divisor", [3, -3])
+def test_a_negative_difference_of_sizes_is_divided_as_integers_are(
+    operator: str, settings: dict[str, Any], divisor: int, tmp_path: Path
+) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["size"], start=2, end=3),
+        helper.make_node("Sub", ["twenty", "size"], ["difference"]),
+        helper.make_node(operator, ["difference", "divisor"], ["quotient"], **settings),
+        helper.make_node("Cast", ["quotient"], ["number"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["x", "number"], ["y"]),
+    ]
+    held: dict[str, Any] = {"twenty": [20], "divisor": [divisor]}
+    path = _file(tmp_path / "a.onnx", ["batch", 3, "length"], nodes, **held)
+    _imported(path, *[torch.zeros(2, 3, length) for length in (16, 19, 20, 21, 22, 25)])
+    _imported(_file(tmp_path / "a.onnx", ["batch", 3, 22], nodes, **held), torch.zeros(3, 3, 22))
