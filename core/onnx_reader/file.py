@@ -69,7 +69,20 @@ def read_onnx(path: Path) -> ir.Model:
                 f"{path} is quantized already ({node.op_type} {node.name}); import the floating-point original, or "
                 "serve the file as it is"
             )
+    _tell_apart(model)
     return model
+
+
+def _tell_apart(model: ir.Model) -> None:
+    """Branches may use names of each other; afterwards each name is one value's, as a table of them all needs."""
+    taken: set[str] = set()
+    for graph in model.graphs():
+        for value in (*graph.initializers.values(), *(output for node in graph for output in node.outputs)):
+            said, number = value.name, 1
+            while value.name and value.name in taken:
+                number += 1
+                value.name = f"{said}_{number}"
+            taken.add(str(value.name))
 
 
 def _check_external(model: ir.Model, path: Path) -> None:

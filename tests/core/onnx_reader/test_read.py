@@ -109,6 +109,22 @@ def test_a_branch_that_an_input_of_one_value_decides_is_taken(tmp_path: Path) ->
         torch.testing.assert_close(network(x)[0], x * factor)
 
 
+def test_branches_that_use_the_same_names_keep_their_own_values(tmp_path: Path) -> None:
+    def branch(shift: float) -> onnx.GraphProto:
+        nodes = [helper.make_node("Neg", ["w"], ["v"]), helper.make_node("Add", ["x", "v"], ["z"])]
+        weight = numpy_helper.from_array(torch.full((3,), shift).numpy(), "w")
+        return helper.make_graph(nodes, "one", [], [helper.make_empty_tensor_value_info("z")], [weight])
+
+    nodes = [
+        helper.make_node("If", ["yes"], ["a"], then_branch=branch(2.0), else_branch=branch(3.0)),
+        helper.make_node("If", ["yes"], ["b"], then_branch=branch(4.0), else_branch=branch(5.0)),
+        helper.make_node("Mul", ["a", "b"], ["y"]),
+    ]
+    network = from_onnx(written(tmp_path / "a.onnx", small(*nodes, yes=torch.tensor(True)))).network
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(network(x)[0], (x - 2) * (x - 4))
+
+
 class Flat(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(0, 1)
