@@ -78,6 +78,13 @@ def from_onnx(
     )
     if dynamic is not None and (odd := sorted(set(dynamic) - {one.name for one in inputs})):
         raise InputError(f"{name} has no input {odd[0]!r}; its inputs are {', '.join(one.name for one in inputs)}")
+    for one in inputs:
+        for axis, word in axes[one.name].items():
+            if not 0 <= axis < len(one.shape):
+                raise InputError(
+                    f"{name}: --dynamic {one.name}:{axis}={word}: the input has {len(one.shape)} axes, "
+                    f"0 to {len(one.shape) - 1}"
+                )
     network = from_torch(
         module,
         [example[one.name] for one in inputs],
@@ -96,8 +103,12 @@ def _fixed(inputs: list[Input], fixed: Mapping[str, float], path: str) -> dict[s
     for name, value in fixed.items():
         if name not in known:
             raise InputError(f"{path} has no input {name!r}; its inputs are {', '.join(known)}")
-        shape = [1 if size is None else size for size in known[name].shape]
-        found[name] = torch.full(shape, value, dtype=known[name].dtype)
+        shape, dtype = [1 if size is None else size for size in known[name].shape], known[name].dtype
+        if not dtype.is_floating_point:
+            least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            if not float(value).is_integer() or not least <= value <= most:
+                raise InputError(f"{path}: --fix {name}={value:g}: write a whole number from {least} to {most}")
+        found[name] = torch.full(shape, value, dtype=dtype)
     return found
 
 
@@ -128,7 +139,15 @@ def _compared(
 ) -> dict[str, Any]:
     def as_stored() -> float:
         with torch.no_grad():
-            return farthest(network(*network.inputs()), oracle.answers(example))
+            ours, theirs = network(*network.inputs()), oracle.answers(example)
+        for spec, one, other in zip(network.config.outputs, ours, theirs, strict=True):
+            if one.dtype != other.dtype:
+                kinds = [str(value.dtype).removeprefix("torch.") for value in (one, other)]
+                raise InputError(
+                    f"{path}: the imported network's {spec.name} is {kinds[0]}, and that of ONNX Runtime {kinds[1]}; "
+                    "please report this"
+                )
+        return farthest(ours, theirs)
 
     def in_float32() -> float:
         return farthest(widened(network, torch.float32)(network.inputs()), oracle.answers_in_float32(example))

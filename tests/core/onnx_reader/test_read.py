@@ -13,6 +13,7 @@ from torch import nn
 
 from penjing.core.errors import InputError
 from penjing.core.graph.network import operator_name
+from penjing.core.onnx_reader.module import OPERATORS
 from penjing.core.onnx_reader.read import from_onnx
 from tests.core.graph.networks import Attention, Residual
 
@@ -123,6 +124,26 @@ def test_branches_that_use_the_same_names_keep_their_own_values(tmp_path: Path) 
     network = from_onnx(written(tmp_path / "a.onnx", small(*nodes, yes=torch.tensor(True)))).network
     x = torch.randn(2, 3)
     torch.testing.assert_close(network(x)[0], (x - 2) * (x - 4))
+
+
+def test_an_output_of_another_type_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "a.onnx", small(RELU))
+    monkeypatch.setitem(OPERATORS, "Relu", lambda call: torch.relu(call.tensor(0)).double())
+    with pytest.raises(InputError, match="y is float64, and that of ONNX Runtime float32"):
+        from_onnx(path)
+
+
+@pytest.mark.parametrize("value", [1e30, float("nan"), float("inf"), 2.5, -1.0, 256.0])
+def test_a_fixed_value_must_be_one_of_its_type(value: float, tmp_path: Path) -> None:
+    model = small(helper.make_node("Cast", ["k"], ["f"], to=1), helper.make_node("Add", ["x", "f"], ["y"]))
+    model.graph.input.append(helper.make_tensor_value_info("k", TensorProto.UINT8, []))
+    with pytest.raises(InputError, match=r"k=.* whole number from 0 to 255"):
+        from_onnx(written(tmp_path / "a.onnx", model), fixed={"k": value})
+
+
+def test_an_axis_that_an_input_has_not_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="x:7=foo: the input has 2 axes, 0 to 1"):
+        from_onnx(written(tmp_path / "a.onnx", small(RELU)), dynamic={"x": {7: "foo"}})
 
 
 class Flat(nn.Module):
