@@ -27,6 +27,7 @@ from penjing.core.imports.torch_zoo import Found, from_function, from_package
 from penjing.core.imports.tower import TOWER, image_tower
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
 from penjing.core.onnx_reader.example import check_size
+from penjing.core.onnx_reader.file import external_files
 from penjing.core.onnx_reader.read import from_onnx
 from penjing.core.progress import Progress, Silent
 
@@ -266,6 +267,9 @@ def _hashes(source: str, kind: Kind, options: GraphOptions) -> dict[str, Any]:
         found["source_sha256"] = verify(Path(source.rpartition(":")[0]).expanduser()).sha256
     elif kind != "package":
         found["source_sha256"] = sha256_file(Path(source if kind == "onnx" else source.rpartition(":")[0]).expanduser())
+    file = Path(source).expanduser()
+    if kind == "onnx" and (beside := external_files(file)):
+        found["external_sha256"] = {name: sha256_file(file.parent / name) for name in beside}
     if options.weights is not None:
         found["weights_sha256"] = sha256_file(options.weights)
     if options.labels is not None:

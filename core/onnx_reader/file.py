@@ -21,6 +21,17 @@ _QUANTIZED = (
 )
 
 
+def external_files(path: Path) -> list[str]:
+    """The files beside `path` that hold its weights, relative to its folder.
+
+    Raises:
+        InputError: what `read_onnx` refuses in it or in them.
+    """
+    graphs = _loaded(path).graphs()
+    tensors = [value.const_value for graph in graphs for value in graph.initializers.values()]
+    return sorted({str(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)})
+
+
 def read_onnx(path: Path) -> ir.Model:
     """The model of `path`, with its version of the operators in `model.opset_imports[""]`.
 
@@ -28,6 +39,29 @@ def read_onnx(path: Path) -> ir.Model:
         InputError: missing, truncated, larger than a protobuf can be, of another version than 7 to 24, quantized
             already, with operators of another domain, or with weights that are missing or lie outside its folder.
     """
+    model = _loaded(path)
+    passes = (
+        common.InlinePass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.TopologicalSortPass(),
+    )
+    try:
+        for change in passes:
+            model = change(model).model
+    except Exception as error:  # what a pass makes of a file that is damaged in another way
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path} is damaged: {reason}; get it again") from None
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type in _QUANTIZED:
+            raise InputError(
+                f"{path} is quantized already ({node.op_type} {node.name}); import the floating-point original, or "
+                "serve the file as it is"
+            )
+    _tell_apart(model)
+    return model
+
+
+def _loaded(path: Path) -> ir.Model:
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -52,24 +86,6 @@ def read_onnx(path: Path) -> ir.Model:
         )
     _check_external(model, path)
     _check_domains(model, path)
-    passes = (
-        common.InlinePass(),
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.TopologicalSortPass(),
-    )
-    try:
-        for change in passes:
-            model = change(model).model
-    except Exception as error:  # what a pass makes of a file that is damaged in another way
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is damaged: {reason}; get it again") from None
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_type in _QUANTIZED:
-            raise InputError(
-                f"{path} is quantized already ({node.op_type} {node.name}); import the floating-point original, or "
-                "serve the file as it is"
-            )
-    _tell_apart(model)
     return model
 
 

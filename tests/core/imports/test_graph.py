@@ -158,6 +158,16 @@ def test_weights_beside_the_file_are_read_and_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+def test_other_weights_beside_the_same_file_are_another_network(tmp_path: Path) -> None:
+    path = _onnx(tmp_path / "a.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    out = import_graph(str(path), tmp_path / "out")
+    assert import_graph(str(path), out) == out
+    weights = tmp_path / "w.bin"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(InputError, match="already exists; replace it with --force"):
+        import_graph(str(path), out)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
