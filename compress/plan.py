@@ -24,6 +24,11 @@ class Planned:
         return f"{self.number:02d}-{self.step.kind}"
 
 
+def step_key(place: int) -> str:
+    """What names the files of the recipe's step `place` among the hashes of a run."""
+    return f"steps.{place}"
+
+
 def plan(steps: tuple[Step, ...]) -> list[Planned]:
     """The steps with rounds written out.
 

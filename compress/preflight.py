@@ -8,14 +8,17 @@ from pathlib import Path
 
 import torch
 
+from penjing.compress.distill.training import TrainingSettings
 from penjing.compress.families.base import Asker, Needs, family_at
 from penjing.compress.measure.answers import CHOICES, PROMPTS
 from penjing.compress.measure.cost import sizes_of
-from penjing.compress.plan import Planned, plan
+from penjing.compress.plan import Planned, plan, step_key
+from penjing.compress.quantize.bits import sensitivity_file
 from penjing.compress.recipe import Recipe
+from penjing.compress.samples.named import code_file, learnt_files, pictures
 from penjing.compress.samples.own import OWN, WRITER
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
-from penjing.compress.steps.base import Context
+from penjing.compress.steps.base import Context, Step
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import sha256_file
@@ -32,8 +35,9 @@ USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 
 
 def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
     """SHA-256 of the files of the model ("model"), of each other teacher (its path), of what writes text in its place
-    ("data.own_texts.writer"), and of the user's own texts ("data.calibrate", "evaluate.own", "measure.prompts",
-    "measure.choices"); tensors' names and shapes are checked on the way.
+    ("data.own_texts.writer"), of the user's own texts and code ("data.calibrate", "evaluate.own", "measure.prompts",
+    "measure.choices"), and of what each step names beside ("steps.0"); tensors' names and shapes are checked on the
+    way.
 
     Raises:
         ConfigError: a teacher of another family, a writer that is no decoder; a text that is calibrated on and
@@ -56,15 +60,33 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
         if (kind := family_of(writer)) != "decoder":
             raise ConfigError(f"{WRITER}={writer} is {FAMILIES.get(kind, kind)}, which writes no text; name a decoder")
         found[WRITER] = identity(writer)
-    for setting, said, named in (
-        (CALIBRATE, "data.rows", recipe.data.rows),
-        (EVALUATE, "evaluate.questions", recipe.evaluate.questions),
+    for setting, said, named, images in (
+        (CALIBRATE, "data.rows", recipe.data.rows, recipe.data.row_images),
+        (EVALUATE, "evaluate.questions", recipe.evaluate.questions, recipe.evaluate.question_images),
     ):
-        for file in (file for name in named if name not in SCENES for file in text_files(Path(name), said)):
-            found.setdefault(setting, {})[str(file)] = sha256_file(file)
+        files = [file for name in named if name not in SCENES for file in text_files(Path(name), said)]
+        if files:
+            hashes = {str(file): sha256_file(file) for file in files} | pictures(named, images, said)
+            found[setting] = found.get(setting, {}) | hashes
     for setting, settings in ((CALIBRATE, recipe.data), (EVALUATE, recipe.evaluate)):
         if settings.source is not None:
             found[setting] = found.get(setting, {}) | fingerprint(settings)
+    if metric := code_file(recipe.evaluate.metric):
+        found[EVALUATE] = found.get(EVALUATE, {}) | metric
+    for place, step in enumerate(recipe.steps):
+        if beside := _named_files(step, step_key(place), context.family.sees):
+            found[step_key(place)] = beside
+    return found
+
+
+def _named_files(step: Step, setting: str, sees: bool) -> dict[str, str]:
+    """The files that a step's settings name, beside checkpoints."""
+    found = code_file(getattr(step, "loss", ""))
+    if isinstance(step, TrainingSettings):
+        found |= learnt_files(step.sources, step.images if sees else None, f"{setting}.sources")
+    sensitivity = getattr(step, "sensitivity", None)
+    if sensitivity is not None and (path := sensitivity_file(sensitivity)).is_file():
+        found[str(path)] = sha256_file(path)
     return found
 
 

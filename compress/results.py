@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.compress.measure.evaluate import Quality, quality_from_json
-from penjing.compress.plan import Planned
+from penjing.compress.plan import Planned, step_key
 from penjing.compress.recipe import Recipe
 from penjing.compress.samples.own import OWN, WRITER
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
@@ -108,6 +108,8 @@ class Results:
             parts.append(self.recipe.data.own_texts.model_dump(mode="json"))
         if WRITER in self.hashes and (taught or (step.needs_data() and Path(OWN) in self.recipe.data.calibrate)):
             parts.append(self.hashes[WRITER])
+        if (named := step_key(planned.place)) in self.hashes:
+            parts.append(self.hashes[named])
         return key_of(*parts)
 
     def _quality(self, name: str, folder: Path) -> Quality:

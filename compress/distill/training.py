@@ -16,6 +16,7 @@ from torch import nn
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
 from penjing.compress.distill.task import Distilled
 from penjing.compress.samples.data import DataSettings
+from penjing.compress.samples.named import code_file, learnt_files
 from penjing.compress.samples.own import OWN, own_texts
 from penjing.core.config import Config
 from penjing.core.files import atomic_write_text, writing
@@ -37,6 +38,7 @@ from penjing.train.processes.devices import choose_device
 from penjing.train.recipe.data import FashionData, SampleData, SightData, TextData
 from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
 from penjing.train.run import train_task
+from penjing.train.sources.open import fingerprint
 
 _KEY, _TRAINED, _RUN = "step.json", "trained", "run"
 WRITER = "writer"
@@ -138,7 +140,7 @@ def train_checkpoint(
         training: of the checkpoint's family.
         data: the recipe's [data].
         work: a folder for this step alone: the run's checkpoints and metrics. After a kill, the same call goes on from
-            there to the same result; for another step or other checkpoints it starts empty.
+            there to the same result; for another step, other checkpoints or data it starts empty.
         wrap: (task of the checkpoint's own, recipe of the run) → the task that is trained.
         names: the checkpoints that the step reads, by role; the "writer" writes where "builtin:own" is a source and
             `data` names no other.
@@ -154,7 +156,7 @@ def train_checkpoint(
     if WRITER in names:
         names = names | {WRITER: data.own_texts.writer or names[WRITER]}
         recipe = _with_own_texts(recipe, own_texts(names[WRITER], data.own_texts, progress))
-    _claim(work, step, data, names, progress)
+    _claim(work, step, recipe, data, names, progress)
     check_kept(work / _TRAINED)
     if not (work / _TRAINED / MANIFEST_NAME).is_file():
         try:
@@ -248,19 +250,28 @@ def unused(step: TrainingSettings, names: set[str]) -> list[str]:
     return sorted(name for name in names if getattr(step, name) != fields[name].default)
 
 
-def _claim(work: Path, step: TrainingSettings, data: DataSettings, names: dict[str, Path], progress: Progress) -> None:
-    """Make `work` the folder of this step on these checkpoints: what another left there goes."""
+def _claim(
+    work: Path,
+    step: TrainingSettings,
+    recipe: RunRecipe,
+    data: DataSettings,
+    names: dict[str, Path],
+    progress: Progress,
+) -> None:
+    """Make `work` the folder of this step on these checkpoints and data: what another left there goes."""
     facts = {"step": step.model_dump(mode="json"), **{role: identity(folder) for role, folder in names.items()}}
+    images = step.images if isinstance(recipe.data, SightData) else None
+    facts["files"] = learnt_files(step.sources, images, "sources") | code_file(getattr(step, "loss", ""))
     if WRITER in names:
         facts["own_texts"] = data.own_texts.model_dump(mode="json", exclude={"writer"})
     if data.source is not None:
-        facts |= {"data": data.source_settings() | {"held_out": data.held_out}}
+        facts |= {"data": data.source_settings() | {"held_out": data.held_out}, "samples": fingerprint(data)}
     key = json.dumps(facts, sort_keys=True) + "\n"
     path = work / _KEY
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.read_text(encoding="utf-8") != key:
-            progress.note(f"{work} belongs to other settings or checkpoints; training starts from the beginning")
+            progress.note(f"{work} belongs to other settings, checkpoints or data; training starts from the beginning")
         if not path.is_file() or path.read_text(encoding="utf-8") != key:
             for name in (_TRAINED, _RUN):
                 shutil.rmtree(work / name, ignore_errors=True)

@@ -67,6 +67,11 @@ def choose_kept(result: dict[str, Any], budget: float) -> list[str]:
     return sorted(kept)
 
 
+def sensitivity_file(named: Path) -> Path:
+    """The scores that a step's `sensitivity` names, by their file or by the folder that holds it."""
+    return named / RESULT_FILE if named.is_dir() else named
+
+
 def kept_by_budget(settings: D, model: Path) -> D:
     """`settings` for the decoder in `model` with their budget resolved into `keep`, or `keep_int8`.
 
@@ -76,7 +81,7 @@ def kept_by_budget(settings: D, model: Path) -> D:
     """
     if settings.sensitivity is None:
         return settings
-    path = settings.sensitivity / RESULT_FILE if settings.sensitivity.is_dir() else settings.sensitivity
+    path = sensitivity_file(settings.sensitivity)
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         is_bits = result["kind"] == "bits"

@@ -9,27 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from penjing.compress.families.base import family_at
-from penjing.compress.measure.evaluate import Quality
-from penjing.compress.plan import plan
-from penjing.compress.preflight import input_hashes
-from penjing.compress.recipe import load_recipe
-from penjing.compress.results import Result, Results
 from penjing.compress.run import run_recipe
 from penjing.compress.samples import own
 from penjing.compress.samples.data import DataSettings, token_samples
 from penjing.compress.samples.own import OWN, OwnTexts, own_texts
-from penjing.compress.steps.base import Context
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES
 from penjing.core.progress import Silent
 from penjing.core.text.documents import Documents, read_documents
-from penjing.core.work import WorkFolder
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import make_engine
 from penjing.serve.sampling.params import SamplingParams
 from tests.compress.conftest import Notes, write_recipe
+from tests.compress.keys import result_key
 
 SETTINGS = OwnTexts(samples=6, tokens=24)
 
@@ -180,18 +173,6 @@ def test_other_texts_of_its_own_are_another_healing(tiny_checkpoint: Path, tmp_p
     assert result_key(values | settings, tmp_path) == key
     settings["data"]["own_texts"]["seed"] = 1
     assert result_key(values | settings, tmp_path) != key
-
-
-def result_key(values: dict[str, Any], folder: Path) -> str:
-    """The key of the result of the first step."""
-    recipe = load_recipe(values)
-    context = Context(recipe.model, family_at(recipe.model), recipe.data, Silent())
-    with WorkFolder(folder / "other", "key") as work:
-        results = Results(recipe, context, input_hashes(recipe, context), work)
-        return results._key(
-            plan(recipe.steps)[0],
-            Result("00-model", recipe.model, "model", None, Quality("perplexity", 1.0, 1.0, 1.0, 1, (), "")),
-        )
 
 
 def test_a_text_encoder_writes_nothing(tmp_path: Path) -> None:

@@ -90,6 +90,24 @@ def test_a_decoder_heals_by_an_adapter(
     assert not small
 
 
+def test_a_training_that_was_stopped_does_not_go_on_over_other_text(
+    tiny_checkpoint: Path, student: Path, text_step: MakeStep, tmp_path: Path
+) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("zebras and yaks " * 400)
+    step = text_step(steps=2, sources=(str(text),))
+
+    def weights(name: str) -> bytes:
+        (tmp_path / name).mkdir()
+        do(step, student, tiny_checkpoint, tmp_path / name, tmp_path / "work")
+        return (tmp_path / name / "model.safetensors").read_bytes()
+
+    first = weights("first")
+    assert weights("again") == first
+    text.write_text("quite another text " * 400)
+    assert weights("other") != first
+
+
 @pytest.mark.parametrize(
     ("adapter", "says"),
     [({"targets": ["*.nothing"]}, "matches no linear layer"), ({"rank": 4096}, "is no smaller than")],
