@@ -10,8 +10,8 @@ from pathlib import Path
 
 from penjing.core.config import load_recipe, parse_config
 from penjing.core.errors import InputError
-from penjing.core.files import publish_folder, writing
-from penjing.core.manifest import read_json_object, write_manifest
+from penjing.core.files import check_replaceable, publish_folder, writing
+from penjing.core.manifest import MANIFEST_NAME, read_json_object, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.records import arrow_module
 from penjing.core.text.source_files import SHARDS
@@ -65,8 +65,7 @@ def curate_recipe(
 ) -> CorpusReport:
     """`curate` of a recipe in memory; `command`: what the corpus says made it."""
     progress = progress or Silent()
-    if recipe.output.exists() and any(recipe.output.iterdir()) and not force:
-        raise InputError(f"output {recipe.output} already exists; replace it with --force, or choose another output")
+    check_replaceable(recipe.output.absolute(), force, MANIFEST_NAME)  # before hours of work
     work = recipe.work_folder
     with alone_in(work):
         plan = make_plan(recipe, progress)

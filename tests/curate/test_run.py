@@ -199,6 +199,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     curate_recipe(made, "test")
     with pytest.raises(InputError, match="already exists; replace it with --force"):
         curate_recipe(made, "test")
+    (file := tmp_path / "file").write_text("x")
+    for output, says in ((file, "is a file; choose another"), (file / "corpus", "is a file, so .* cannot lie in it")):
+        with pytest.raises(InputError, match=says):
+            curate_recipe(recipe(tmp_path, tmp_path / "in", output=str(output)), "test")
 
 
 def test_sources_elsewhere_give_the_same_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

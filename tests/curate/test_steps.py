@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from penjing.core.config import parse_config
-from penjing.core.errors import ConfigError, SetupError
+from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.progress import Silent
 from penjing.core.text.corpus import heldout_text
 from penjing.curate.documents import debian
@@ -154,6 +155,15 @@ def test_decontamination_finds_runs_of_evaluation_texts(tmp_path: Path) -> None:
     mine = DecontaminateStep(kind="decontaminate", against=(str(own),), words=8, runs=2)
     assert applied(mine, " ".join(prose(7, 40).split()[3:12]), tmp_path)[0] is not None
     assert applied(mine, " ".join(prose(7, 40).split()[3:11]), tmp_path)[0] is None
+
+
+@pytest.mark.parametrize("messages", [None, ["a text"]])
+def test_evaluation_texts_that_are_no_conversations_are_named(tmp_path: Path, messages: object) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"messages": messages}))
+    step = DecontaminateStep(kind="decontaminate", against=(str(own),))
+    with pytest.raises(InputError, match=r"steps.against: .*own.jsonl, line 1: messages must be a list of objects"):
+        step.prepare(tmp_path)
 
 
 def test_keys_have_a_scope_and_tables_differ_by_their_numbers() -> None:
