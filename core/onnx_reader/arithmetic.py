@@ -185,9 +185,14 @@ def _norm(order: int) -> Callable[[Tensor, list[int], bool], Tensor]:
     def compute(x: Tensor, axes: list[int], keep: bool) -> Tensor:
         if x.is_floating_point():
             return torch.linalg.vector_norm(x, order, axes, keep)
-        return _sum_of(x.abs(), axes, keep) if order == 1 else _squares(x, axes, keep).double().sqrt().to(x.dtype)
+        return _sum_of(x.abs(), axes, keep) if order == 1 else _like(_squares(x, axes, keep).double().sqrt(), x)
 
     return compute
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """`y` in the type of `x`: ONNX reduces integers to integers."""
+    return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
 def _sum_of(x: Tensor, axes: list[int], keep: bool) -> Tensor:
@@ -317,8 +322,8 @@ OPERATORS: dict[str, Callable[[Call], Any]] = {
     "ReduceL1": _reduce(_norm(1), torch.abs),
     "ReduceL2": _reduce(_norm(2), torch.abs),
     "ReduceSumSquare": _reduce(_squares, lambda x: x * x),
-    "ReduceLogSum": _reduce(lambda x, axes, keep: x.sum(axes, keep).log(), torch.log),
-    "ReduceLogSumExp": _reduce(torch.logsumexp),
+    "ReduceLogSum": _reduce(lambda x, axes, keep: _like(x.sum(axes, keep).log(), x), torch.log),
+    "ReduceLogSumExp": _reduce(lambda x, axes, keep: _like(torch.logsumexp(x, axes, keep), x)),
     "ArgMax": _extreme(largest=True),
     "ArgMin": _extreme(largest=False),
     "CumSum": _cumulative,

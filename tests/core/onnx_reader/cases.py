@@ -198,6 +198,7 @@ CASES = [
         for name in ["ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare", "ReduceMax"]
     ),
     *(case(name, np.float32(-1.5), opset=13, keepdims=0) for name in ["ReduceL1", "ReduceL2", "ReduceSum"]),
+    *(case(name, np.abs(SMALL) + 1, opset=13, axes=[1]) for name in ["ReduceLogSum", "ReduceLogSumExp"]),
     *(case(name, SMALL, opset=13, axes=[1]) for name in ["ReduceMean", "ReduceL1", "ReduceL2", "ReduceProd"]),
     case("ReduceSum", X),
     case("ReduceSum", X, [None], noop_with_empty_axes=1),
