@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +32,20 @@ _GREY = 128
 @dataclass(frozen=True)
 class Sighted:
     """Texts, none of which sees another, as tokens with those that are learnt; and the images whose rows stand in each
-    of them, in their order."""
+    of them, in their order.
+
+    Attributes: files: a hash of the images' files, or nothing where they are no files.
+    """
 
     texts: tuple[Masked, ...]
     pictures: tuple[Picture, ...]
+    files: bytes = b""
 
     @property
     def key(self) -> bytes:
-        """What equal questions share."""
-        return prompt_key(self.texts)
+        """What rows about equal images share, whatever they ask; of images that are no files, rows that ask the
+        same. All captions answer one question."""
+        return self.files or prompt_key(self.texts)
 
     @property
     def longest(self) -> int:
@@ -83,7 +89,8 @@ class SightTokens:
             raise RowError("it has no image")
         text = self.writer.masked(texts)
         self._check(text, len(images))
-        return Sighted((text,), tuple(self._picture(image) for image in images))
+        pictures, files = zip(*map(self._picture, images), strict=True)
+        return Sighted((text,), pictures, b"".join(files))
 
     def questions(self, about: Iterable[tuple[Picture, Sequence[tuple[str, str]]]]) -> list[Sighted]:
         """Images, each with questions about it and their answers, which are learnt and ended. No question sees another:
@@ -121,12 +128,14 @@ class SightTokens:
             return sum(count for count, _ in some), [each for _, each in some]
         return 0, value
 
-    def _picture(self, value: Any) -> Picture:
+    def _picture(self, value: Any) -> tuple[Picture, bytes]:
+        """An image, and a hash of its file."""
         try:
-            image = self.read(encoded_image(value, self.folder, "images"))
+            encoded = encoded_image(value, self.folder, "images")
+            image = self.read(encoded)
         except InputError as error:
             raise RowError(f"an image cannot be read: {error}") from None
-        return lambda: image
+        return lambda: image, hashlib.sha256(encoded).digest()
 
 
 @dataclass(frozen=True)

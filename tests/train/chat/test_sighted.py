@@ -18,7 +18,7 @@ from penjing.core.images.decode import decode_image
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.chat.rows import RowError, TooLongError, take_rows
-from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
+from penjing.train.chat.sighted import SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw
 from penjing.train.families.vision_language import image_token
@@ -101,14 +101,21 @@ def test_an_image_is_in_a_batch_once_and_its_questions_are_chosen_by_chance(toke
     assert (padded["targets"][padded["sample"] > 0] == IGNORED).all()
 
 
-def test_rows_that_are_learnt_whole_have_keys_of_their_own(tokens: SightTokens) -> None:
-    one, two = (
-        tokens.row({"prompt": prompt, "completion": "a shoe", "images": ["a.png"]})
-        for prompt in ("<image> what ?", "<image> is this ?")
-    )
+def test_rows_about_one_image_are_held_out_together_and_one_question_about_others_is_not(tokens: SightTokens) -> None:
+    def key(prompt: str, *names: str) -> bytes:
+        return tokens.row({"prompt": prompt, "completion": "a shoe", "images": list(names)}).key
+
+    assert key("<image> what ?", "a.png") == key("<image> is this ?", "a.png")
+    assert key("<image> what ?", "a.png") != key("<image> what ?", "b.png")
+    assert key("<image> <image>", "a.png", "b.png") != key("<image> <image>", "b.png", "a.png")
+
+
+def test_questions_about_images_that_are_no_files_have_keys_of_their_own(tokens: SightTokens) -> None:
+    picture = tokens.row({"prompt": "<image>", "completion": "bag", "images": ["a.png"]}).pictures[0]
+    one, two = tokens.questions([(picture, [("what ?", "bag")]), (picture, [("is this ?", "bag")])])
     assert one.key != two.key
     whole = [
-        Sighted(tuple(replace(text, learnt=np.ones_like(text.learnt)) for text in row.texts), row.pictures)
+        replace(row, texts=tuple(replace(text, learnt=np.ones_like(text.learnt)) for text in row.texts))
         for row in (one, two)
     ]
     assert b"" != whole[0].key != whole[1].key
