@@ -23,11 +23,13 @@ from penjing.serve.front.bodies import (
     Part,
     ResponseFormat,
     Sampling,
+    StopText,
     TextPart,
     Tool,
     ToolCall,
 )
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.sampling.params import MAX_STOP_STRINGS
 
 
 class _Block(Part):
@@ -207,7 +209,9 @@ class MessageBody(CountBody, Sampling):
     """Of `/v1/messages`."""
 
     max_tokens: int = Field(ge=1, description="New tokens at most.")
-    stop_sequences: list[str] | None = Field(default=None, description="The answer ends before one of these texts.")
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        default=None, description="The answer ends before one of these texts."
+    )
     metadata: Metadata | None = Field(default=None, description="Of the request.")
     service_tier: str | None = Field(default=None, description="Is not used.")
 

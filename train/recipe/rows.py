@@ -26,7 +26,8 @@ class WrittenConfig(Config):
         default=0.02,
         ge=0,
         lt=1,
-        description="Share of the rows that is kept for evaluation; equal prompts, or rows about equal images, stay together.",
+        description="Share of the rows that is kept for evaluation; equal prompts, or rows about equal images, stay "
+        "together.",
     )
 
 

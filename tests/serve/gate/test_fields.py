@@ -77,6 +77,8 @@ def of_user(*parts: Any) -> dict[str, Any]:
         (ResponseBody, {"background": True}, "background", "in the background"),
         (MessageBody, of_user({"type": "image", "source": {}}), "messages.0.content.0.source.type", "missing"),
         (MessageBody, of_user({"type": "tool_result"}), "messages.0.content.0.tool_use_id", "missing"),
+        (MessageBody, {"stop_sequences": ["a", ""]}, "stop_sequences.1", "at least 1 character"),
+        (MessageBody, {"stop_sequences": ["a"] * 65}, "stop_sequences", "at most 64 items"),
         (EmbeddingBody, {"input": 5}, "input", "valid string, not 5"),
         (EmbeddingBody, {"input": ["a", 5]}, "input.1", "valid string, not 5"),
         (EmbeddingBody, {"input": {"text": "a"}}, "input.type", "missing"),
