@@ -41,9 +41,7 @@ class CompressedHead:
 
 def unties(settings: Int8Settings) -> bool:
     """Whether the artifact's LM head differs from its embedding even where the model's are one tensor."""
-    if settings.transform.rotate or settings.transform.smooth_norm > 0:
-        return True
-    return settings.lm_head == "int8" and settings.embedding_dtype != "int8"
+    return settings.transform.rotate or (settings.lm_head == "int8" and settings.embedding_dtype != "int8")
 
 
 def one_table(settings: Int8Settings, config: DecoderConfig) -> bool:
@@ -116,7 +114,7 @@ def compress_head(
     x_ME = F.rms_norm(sample_ME, new_norm_E.shape, new_norm_E, stream.config.rms_norm_eps)
     scale_E = torch.ones_like(norm_E)
     tied = one_table(settings, stream.config)
-    alpha = TABLE_ALPHA if tied else settings.transform.smooth_norm
+    alpha = TABLE_ALPHA if tied else 0.0 if settings.keeps("lm_head") else settings.transform.smooth_norm
     if alpha > 0:
         magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
         scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)

@@ -137,10 +137,14 @@ def compress_layer(
     samples = seen.samples()
     few = _fill_up(samples, weights)
     _check_finite(samples, layer)
-    hidden_ME, above = seen.rows_of(hidden_WTE), settings.above(f"model.layers.{layer}.mlp.down_proj")
-    down_rule = _rule(settings, hidden_ME, above=True) if above else None
-    rules = (_rule(settings, hidden_ME), _routed_rule(settings), down_rule)
-    scales = smooth_linears(weights, samples, stream.config, settings.transform, *rules)
+    hidden_ME = seen.rows_of(hidden_WTE)
+
+    def rule_of(linear: str) -> FindScale:
+        if is_routed(linear):
+            return _routed_rule(settings)
+        return _rule(settings, hidden_ME, settings.above(f"model.layers.{layer}.{linear}"))
+
+    scales = smooth_linears(weights, samples, stream.config, settings.transform, rule_of)
     changes |= {f"{first}.divided": scales[first] for first in INPUTS if first in scales}
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
     if block := settings.transform.hadamard_down:
@@ -198,7 +202,7 @@ def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], Groupe
     return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK, fit)
 
 
-def _rule(settings: Int8Settings, hidden_ME: Tensor, above: bool = False) -> FindScale:
+def _rule(settings: Int8Settings, hidden_ME: Tensor, above: bool) -> FindScale:
     """How smoothing scales are found; an error counts by the size of the residual stream that it is added to."""
     if settings.transform.search_steps == 0:
         return by_alpha

@@ -7,13 +7,14 @@ a gate absorbs nothing), the rows of `v_proj` (attention mixes positions, not ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.parts import is_routed, mlps, norm_readers
+from penjing.compress.decoder.parts import mlps, norm_readers
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
@@ -61,7 +62,7 @@ class FindScale(Protocol):
     """Which scale an input gets."""
 
     def __call__(self, x_MK: Tensor, weight_NK: Tensor, alpha: float, heads: Heads | None) -> Tensor:
-        """(K,) positive; with `heads` one value for each channel of the value heads.
+        """(K,) not 0; with `heads` one value for each channel of the value heads.
 
         Args:
             x_MK: (M, K) activations.
@@ -106,17 +107,14 @@ def smooth_linears(
     samples: dict[str, Tensor],
     config: DecoderConfig,
     transform: Transform,
-    find: FindScale = by_alpha,
-    find_routed: FindScale = by_alpha,
-    find_down: FindScale | None = None,
+    rule_of: Callable[[str], FindScale] = lambda _: by_alpha,
 ) -> dict[str, Tensor]:
     """Smooth one layer in place, as far as `transform` asks.
 
     Args:
         weights: the layer's float32 tensors.
         samples: first linear layer of those that share an input → (M, K) activations on calibration text.
-        find_routed: of inputs that only the tokens of one expert have.
-        find_down: of down_proj, whose scales may be negative; None: `find`.
+        rule_of: how the scale of the input of that linear layer is found; it may be negative but for o_proj's.
 
     Returns:
         For each input that changed, the (K,) scale that it is now divided by.
@@ -126,7 +124,7 @@ def smooth_linears(
         for norm, readers in norm_readers(weights).items():
             names = [f"{reader}.weight" for reader in readers]
             weight_NK = torch.cat([weights[name] for name in names])
-            scale_K = find(samples[readers[0]], weight_NK, transform.smooth_norm, None)
+            scale_K = rule_of(readers[0])(samples[readers[0]], weight_NK, transform.smooth_norm, None)
             weights[f"{norm}.weight"].div_(scale_K)
             for name in names:
                 weights[name].mul_(scale_K)
@@ -135,14 +133,15 @@ def smooth_linears(
         for mlp in mlps(weights):
             if f"{mlp}.up_proj.weight" not in weights:
                 continue  # what an activation gives is not linear in anything before it
-            down, rule = f"{mlp}.down_proj", find_routed if is_routed(mlp) else find_down or find
-            scale_K = rule(samples[down], weights[f"{down}.weight"], transform.smooth_down, None)
+            down = f"{mlp}.down_proj"
+            scale_K = rule_of(down)(samples[down], weights[f"{down}.weight"], transform.smooth_down, None)
             _divide_outputs(weights, f"{mlp}.up_proj", scale_K)
             weights[f"{down}.weight"].mul_(scale_K)
             scales[down] = scale_K
     if transform.smooth_output > 0:
         heads, weight_NK = Heads(config.num_key_value_heads, config.head_dim), weights["self_attn.o_proj.weight"]
-        scale_C = find(samples["self_attn.o_proj"], weight_NK, transform.smooth_output, heads)
+        rule = rule_of("self_attn.o_proj")
+        scale_C = rule(samples["self_attn.o_proj"], weight_NK, transform.smooth_output, heads)
         _divide_outputs(weights, "self_attn.v_proj", scale_C)
         scale_K = heads.of_queries(scale_C, weight_NK.shape[1])
         weights["self_attn.o_proj.weight"].mul_(scale_K)

@@ -73,6 +73,15 @@ def test_a_tied_table_is_stored_once(one_table: Path, two_tables: Path, tied: Pa
     assert 0 < error < 0.02
 
 
+def test_smoothing_behind_norms_leaves_one_table(tied: Path, tmp_path: Path) -> None:
+    smooth = [*EIGHT, *PLAIN, "steps.0.transform.smooth_norm=0.5"]
+    checkpoint = open_checkpoint(run_recipe(write_recipe(tmp_path, tied, tmp_path / "out"), smooth))
+    assert checkpoint.dtype(TABLE) == "I8"
+    assert not any(name.startswith("lm_head") for name in checkpoint.tensor_names)
+    before, after = (each.get("model.layers.0.input_layernorm.weight") for each in (open_checkpoint(tied), checkpoint))
+    assert not torch.equal(before, after)
+
+
 @pytest.mark.parametrize(("kind", "most"), [("one_table", 0.4), ("two_tables", 0.2)])  # 4 and 8 bits
 def test_it_answers_nearly_as_its_original(kind: str, most: float, tied: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(kind)

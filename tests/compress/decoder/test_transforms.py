@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penjing.compress.decoder.check import transformed as network_after
-from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration
+from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
 from penjing.compress.decoder.layer import Rotations, compress_layer
 from penjing.compress.decoder.rotate import rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
@@ -34,15 +34,24 @@ TRANSFORMS = {
     "smooth": {"rotate": False, "smooth_norm": 0.5, "smooth_down": 0.5, "smooth_output": 0.5},
     "all": {"rotate": True, "smooth_norm": 0.7, "smooth_down": 0.6, "smooth_output": 0.6},
     "hadamard": {"rotate": True, "smooth_down": 0.6, "smooth_output": 0.6, "hadamard_down": 32},
+    "signs": {"rotate": False, "smooth_norm": 0.5, "smooth_down": 0.5, "smooth_output": 0.5, "search_steps": 20},
 }
 
 
-def transformed(folder: Path, transform: dict[str, object]) -> tuple[Decoder, Decoder, torch.Tensor]:
+def transformed(
+    folder: Path, transform: dict[str, object], zero_points: tuple[str, ...] = ()
+) -> tuple[Decoder, Decoder, torch.Tensor]:
     """The model before and after the transforms with nothing quantized, and token ids."""
     stream = LayerStream(open_checkpoint(folder))
     config = stream.config
     settings = Int8Settings.model_validate(
-        {"transform": transform, "keep": ["*"], "lm_head": "keep", "embedding_dtype": "float32"}
+        {
+            "transform": transform,
+            "keep": ["*"],
+            "lm_head": "keep",
+            "embedding_dtype": "float32",
+            "zero_points": zero_points,
+        }
     )
     token_ids = torch.randint(0, config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(3))
     rotations = Rotations.of(settings, config.hidden_size, config.head_dim)
@@ -56,8 +65,9 @@ def transformed(folder: Path, transform: dict[str, object]) -> tuple[Decoder, De
     before = Decoder(config)
     names = stream.checkpoint.tensor_names
     before.load_state_dict({name: stream.checkpoint.get(name) for name in names}, strict=False)
-    after = Decoder(network_after(config, settings.transform).model_copy(update={"tie_word_embeddings": False}))
-    after.load_state_dict(tensors)
+    tied = config.tie_word_embeddings and not unties(settings)
+    after = Decoder(network_after(config, settings.transform).model_copy(update={"tie_word_embeddings": tied}))
+    assert not after.load_state_dict(tensors, strict=not tied).unexpected_keys
     return before, after, token_ids
 
 
@@ -68,7 +78,11 @@ def test_logits_stay_equal_to_rounding(
 ) -> None:
     sizes = {"intermediate_size": 96} if transform == "hadamard" else {}  # whole blocks
     folder = make_tiny_checkpoint(**ARCHITECTURES[architecture] | sizes)
-    before, after, token_ids = transformed(folder, TRANSFORMS[transform])
+    zero_points = ("*",) if transform == "signs" else ()
+    before, after, token_ids = transformed(folder, TRANSFORMS[transform], zero_points)
+    if zero_points:  # channels changed sides, behind norms too
+        layer = after.model.layers[1]
+        assert (layer.input_layernorm.weight < 0).any()  # pyright: ignore
     with torch.no_grad():
         wanted, found = before(token_ids), after(token_ids)
     assert not torch.equal(before.model.layers[1].mlp.up_proj.weight, after.model.layers[1].mlp.up_proj.weight)  # pyright: ignore
