@@ -91,8 +91,8 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
             "offsets=true or false, or steps=0"
         )
     config = open_checkpoint(source).config
-    turned = step.transform.rotate or step.transform.smooth_norm > 0
-    if step.steps and config.tie_word_embeddings and step.lm_head == "int8" and not turned:
+    parted = step.transform.rotate or (step.transform.smooth_norm > 0 and step.embedding_dtype != "int8")
+    if step.steps and config.tie_word_embeddings and step.lm_head == "int8" and not parted:
         instead = "" if step.embedding_dtype == "int8" else 'lm_head="keep", or '
         raise ConfigError(
             f"training rounds the LM head apart from the embedding, and {source} has one tensor for both, which "
