@@ -28,7 +28,7 @@ def learnt_files(sources: Sequence[str], images: Path | None, setting: str) -> d
         setting: whom errors name.
 
     Raises:
-        InputError: a file cannot be read, or rows with pictures are not there.
+        InputError: a file cannot be read.
         SetupError: a remote file cannot be reached, or a package is missing that reads one.
     """
     files = [file for source in sources if not source.startswith(_BUILTIN) for file, _ in source_files(source)]
@@ -40,12 +40,16 @@ def pictures(rows: Sequence[str], folder: Path, setting: str) -> dict[str, str]:
     """What the pictures in `folder` that `rows` name are, by the beginning and size of each: `folder` → a SHA-256.
 
     Raises:
-        InputError, SetupError: see `learnt_files`.
+        InputError: a picture cannot be read.
+        SetupError: see `learnt_files`.
     """
     files = [each for each in rows if not each.startswith(_BUILTIN)]
     if not files:
         return {}
-    taken, _ = take_rows(files, _named, 1.0, Silent(), setting=setting)
+    try:
+        taken, _ = take_rows(files, _named, 1.0, Silent(), setting=setting)
+    except InputError:  # who reads the rows says what is wrong with them
+        return {}
     digest, names = hashlib.sha256(), sorted({name for each in taken for name in each})
     for name in names:
         try:
