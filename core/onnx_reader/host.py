@@ -29,7 +29,10 @@ def _each(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Cal
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    return float(np.float32(value)) if dtype is torch.float32 and isinstance(value, float) else value
+    if dtype is not torch.float32 or not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):  # infinite, as it is in float32
+        return float(np.float32(value))
 
 
 def as_meant(value: Any) -> Any:

@@ -207,3 +207,15 @@ def test_a_negative_difference_of_sizes_is_divided_as_integers_are(
     path = _file(tmp_path / "a.onnx", ["batch", 3, "length"], nodes, **held)
     _imported(path, *[torch.zeros(2, 3, length) for length in (16, 19, 20, 21, 22, 25)])
     _imported(_file(tmp_path / "a.onnx", ["batch", 3, 22], nodes, **held), torch.zeros(3, 3, 22))
+
+
+def test_a_size_times_a_number_may_be_infinite_without_a_word(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["size"]),
+        helper.make_node("Cast", ["size"], ["float"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["float", "large"], ["product"]),
+        helper.make_node("Min", ["x", "product"], ["y"]),
+    ]
+    path = _file(tmp_path / "large.onnx", ["batch", 4], nodes, one=np.int64(1), large=np.float32(3e38))
+    _imported(path, torch.randn(3, 4))
