@@ -53,10 +53,10 @@ def pictures(rows: Sequence[str], folder: Path, setting: str) -> dict[str, str]:
     digest, names = hashlib.sha256(), sorted({name for each in taken for name in each})
     for name in names:
         try:
+            if not (folder / name).is_file():  # who reads the rows says which; a pipe would be waited for
+                continue
             with open(folder / name, "rb") as file:
                 content = content_digest(file.read(_HEAD), os.fstat(file.fileno()).st_size)
-        except FileNotFoundError:  # who reads the rows says which
-            continue
         except (OSError, ValueError) as error:
             raise InputError(f"{setting}: {folder / name} cannot be read: {error}; repair or remove it") from None
         digest.update(f"{name}\0{content}\0".encode())

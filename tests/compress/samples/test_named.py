@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from penjing.compress.samples.named import code_file, learnt_files, pictures
@@ -37,6 +38,13 @@ def test_pictures_are_told_where_rows_name_them(tmp_path: Path) -> None:
     assert learnt_files((str(rows),), folder, "sources") != found
     assert not pictures(("builtin:scenes",), folder, "sources")
     assert not pictures((str(tmp_path / "none.jsonl"),), folder, "steps.0.sources")  # who reads it says so
+
+
+def test_a_pipe_in_a_picture_s_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "<image>", "completion": "x", "images": ["a.png"]}) + "\n")
+    assert pictures((str(rows),), tmp_path, "sources").keys() == {f"pictures in {tmp_path}"}
 
 
 def test_code_is_told_by_its_file(tmp_path: Path) -> None:
