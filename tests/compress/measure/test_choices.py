@@ -77,12 +77,6 @@ def test_what_is_no_question_is_named_with_its_line(tmp_path: Path, line: Any, s
         read(tmp_path, line)
 
 
-def test_a_question_may_hold_a_line_separator_and_the_file_a_byte_order_mark(tmp_path: Path) -> None:
-    row = {"query": "one\u2028two", "choices": ["a", "b"], "gold": 1}
-    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_questions(tmp_path / "a.jsonl", "own") == [(1, Question("one\u2028two", ("a", "b"), 1))]
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"measure.choices: .*none.jsonl cannot be read"):
         read_questions(tmp_path / "none.jsonl", "measure.choices")
