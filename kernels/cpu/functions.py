@@ -35,7 +35,7 @@ from penjing.kernels.cpu.packing import (
 from penjing.kernels.cpu.pages import empty_pages
 from penjing.kernels.cpu.threads import default_threads
 
-ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx2", "scalar")
+ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx2", "scalar")
 
 
 class CpuExtension:

@@ -5,8 +5,10 @@
 
 #include "ops.h"
 
-#if defined(PJ_HAS_AMX)
+#if defined(PJ_HAS_AMX) || defined(PJ_HAS_AVX_VNNI)
 #include <cpuid.h>
+#endif
+#if defined(PJ_HAS_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -33,6 +35,20 @@ bool amx_permitted() {
 }
 #endif
 
+#if defined(PJ_HAS_AVX_VNNI)
+// Compilers that know the instructions do not all know their name in __builtin_cpu_supports.
+bool has_avx_vnni() {
+#if defined(PJ_EMULATE_AVX_VNNI)
+    return true;
+#else
+    constexpr unsigned AVX_VNNI = 1u << 4;
+    unsigned leaves, a, b, c, d;
+    return __get_cpuid_count(7, 0, &leaves, &b, &c, &d) && leaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) &&
+           (a & AVX_VNNI);
+#endif
+}
+#endif
+
 // The compiler's run-time checks include the operating system's saving of wide registers (XGETBV).
 bool runs(const char* name) {
     if (!strcmp(name, "scalar")) return true;
@@ -40,6 +56,9 @@ bool runs(const char* name) {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (!strcmp(name, "avx2")) return avx2;
+#if defined(PJ_HAS_AVX_VNNI)
+    if (!strcmp(name, "avx_vnni")) return avx2 && has_avx_vnni();
+#endif
     if (!strcmp(name, "avx512_vnni")) {
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -59,6 +78,9 @@ const Ops* table(const char* name) {
     if (!strcmp(name, "scalar")) return &scalar_ops();
 #if defined(__x86_64__)
     if (!strcmp(name, "avx2")) return &avx2_ops();
+#if defined(PJ_HAS_AVX_VNNI)
+    if (!strcmp(name, "avx_vnni")) return &avx_vnni_ops();
+#endif
     if (!strcmp(name, "avx512_vnni")) return &avx512_ops();
 #if defined(PJ_HAS_BF16)
     if (!strcmp(name, "avx512_bf16")) return &bf16_ops();
@@ -71,13 +93,13 @@ const Ops* table(const char* name) {
 }
 
 bool known(const char* name) {
-    for (const char* other : {"amx", "avx512_bf16", "avx512_vnni", "avx2", "scalar"})
+    for (const char* other : {"amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx2", "scalar"})
         if (!strcmp(name, other)) return true;
     return false;
 }
 
 const Ops* best() {
-    for (const char* name : {"amx", "avx512_bf16", "avx512_vnni", "avx2"})
+    for (const char* name : {"amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx2"})
         if (runs(name)) return table(name);
     return table("scalar");
 }

@@ -1,5 +1,5 @@
 // What an instruction set provides: the inner kernels behind a table of functions, one table each for AMX, AVX-512 with
-// BF16, AVX-512 VNNI, AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
+// BF16, AVX-512 VNNI, AVX-VNNI, AVX2 and plain C++. Everything above the table (threads, blocking, paging) is compiled once for any processor.
 #pragma once
 
 #include "abi.h"
@@ -184,6 +184,11 @@ const Ops& avx512_ops();
 const Ops& amx_ops();  // what AVX-512 does, with linear layers of several rows by tiles
 #define PJ_HAS_BF16 1
 const Ops& bf16_ops();  // what AVX-512 does, with products of bfloat16
+#endif
+// GCC writes these for an assembler that came a year after its version 11.
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 12
+#define PJ_HAS_AVX_VNNI 1
+const Ops& avx_vnni_ops();  // what AVX2 does, with products of bytes
 #endif
 #endif
 

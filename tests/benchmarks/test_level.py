@@ -9,7 +9,10 @@ from lib import level
 from lib.rows import new_row
 
 
-@pytest.mark.parametrize(("isa", "prefix"), [("avx2", "avx2/"), ("scalar", "avx2/"), ("avx512", ""), ("amx", "")])
+@pytest.mark.parametrize(
+    ("isa", "prefix"),
+    [("avx2", "avx2/"), ("scalar", "avx2/"), ("avx_vnni", "avx_vnni/"), ("avx512_vnni", ""), ("amx", "")],
+)
 def test_the_level_stands_before_speeds_alone(monkeypatch: pytest.MonkeyPatch, isa: str, prefix: str) -> None:
     monkeypatch.setattr(level, "extension", lambda: SimpleNamespace(isa=isa))
     rows = [new_row("int4", name, 1.0, "tok/s", runs=1) for name in ("decode_16", "artifact_size")]
