@@ -15,20 +15,16 @@ from penjing.compress.measure.cost import sizes_of
 from penjing.compress.plan import Planned, plan, step_key
 from penjing.compress.quantize.bits import sensitivity_file
 from penjing.compress.recipe import Recipe
-from penjing.compress.samples.named import code_file, learnt_files, pictures
-from penjing.compress.samples.own import OWN, WRITER
+from penjing.compress.samples.named import calibration_files, code_file, learnt_files, row_files
 from penjing.compress.samples.text import CALIBRATE, EVALUATE
 from penjing.compress.steps.base import Context, Step
 from penjing.core.errors import ConfigError, SetupError
-from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import sha256_file
-from penjing.core.manifest import identity
 from penjing.core.memory import available_bytes
 from penjing.core.progress import clock, megabytes
 from penjing.core.text.documents import text_files
 from penjing.train.monitor.flops import peak_flops
 from penjing.train.sources.open import fingerprint
-from penjing.train.sources.scenes import SCENES
 
 USE = 0.4  # of the rate of a large matrix product: training reached 0.3 to 0.6 of it, SmolLM2 with its teacher 0.6
 
@@ -55,24 +51,18 @@ def input_hashes(recipe: Recipe, context: Context) -> dict[str, dict[str, str]]:
                 "teacher of the same kind"
             )
         found[str(teacher)] = other.hashes(teacher)
-    found |= _own_texts(recipe)
-    if (writer := recipe.data.own_texts.writer) is not None:
-        if (kind := family_of(writer)) != "decoder":
-            raise ConfigError(f"{WRITER}={writer} is {FAMILIES.get(kind, kind)}, which writes no text; name a decoder")
-        found[WRITER] = identity(writer)
-    for setting, said, named, images in (
-        (CALIBRATE, "data.rows", recipe.data.rows, recipe.data.row_images),
-        (EVALUATE, "evaluate.questions", recipe.evaluate.questions, recipe.evaluate.question_images),
-    ):
-        files = [file for name in named if name not in SCENES for file in text_files(Path(name), said)]
-        if files:
-            hashes = {str(file): sha256_file(file) for file in files} | pictures(named, images, said)
-            found[setting] = found.get(setting, {}) | hashes
-    for setting, settings in ((CALIBRATE, recipe.data), (EVALUATE, recipe.evaluate)):
-        if settings.source is not None:
-            found[setting] = found.get(setting, {}) | fingerprint(settings)
-    if metric := code_file(recipe.evaluate.metric):
-        found[EVALUATE] = found.get(EVALUATE, {}) | metric
+    found |= calibration_files(recipe.data)
+    evaluate = recipe.evaluate
+    own = {str(file): sha256_file(file) for path in evaluate.own.values() for file in text_files(path, EVALUATE)}
+    _check_unseen(own, found.get(CALIBRATE, {}))
+    own |= row_files(evaluate.questions, evaluate.question_images, "evaluate.questions")
+    if evaluate.source is not None:
+        own |= fingerprint(evaluate)
+    if own := own | code_file(evaluate.metric):
+        found[EVALUATE] = own
+    for setting, paths in ((PROMPTS, recipe.measure.prompts), (CHOICES, recipe.measure.choices)):
+        if paths:
+            found[setting] = {str(file): sha256_file(file) for path in paths for file in text_files(path, setting)}
     for place, step in enumerate(recipe.steps):
         if beside := _named_files(step, step_key(place), context.family.sees):
             found[step_key(place)] = beside
@@ -90,26 +80,15 @@ def _named_files(step: Step, setting: str, sees: bool) -> dict[str, str]:
     return found
 
 
-def _own_texts(recipe: Recipe) -> dict[str, dict[str, str]]:
-    named = {
-        CALIBRATE: tuple(path for path in recipe.data.calibrate if str(path) != OWN),  # follows from the model
-        EVALUATE: tuple(recipe.evaluate.own.values()),
-        PROMPTS: recipe.measure.prompts,
-        CHOICES: recipe.measure.choices,
-    }
-    found = {
-        setting: {str(file): sha256_file(file) for path in paths for file in text_files(path, setting)}
-        for setting, paths in named.items()
-        if paths
-    }
-    seen = {sha256: file for file, sha256 in found.get(CALIBRATE, {}).items()}
-    for file, sha256 in found.get(EVALUATE, {}).items():
+def _check_unseen(judged: dict[str, str], calibrated: dict[str, str]) -> None:
+    """Refuse to judge by what is calibrated on; both are file name → SHA-256."""
+    seen = {sha256: file for file, sha256 in calibrated.items()}
+    for file, sha256 in judged.items():
         if sha256 in seen:
             raise ConfigError(
                 f"{EVALUATE}: {file} is calibrated on ({CALIBRATE}: {seen[sha256]}), and would be judged too well; "
                 "name other text in one of them"
             )
-    return found
 
 
 def check_fit(recipe: Recipe, context: Context) -> None:

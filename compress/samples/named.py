@@ -8,16 +8,56 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError
+from penjing.compress.samples.data import DataSettings
+from penjing.compress.samples.own import OWN, WRITER
+from penjing.compress.samples.text import CALIBRATE
+from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import sha256_file
+from penjing.core.manifest import identity
 from penjing.core.progress import Silent
+from penjing.core.text.documents import text_files
 from penjing.train.chat.rows import Row, take_rows
 from penjing.train.data.corpora import source_files
 from penjing.train.sources.folder import SUFFIXES
+from penjing.train.sources.open import fingerprint
+from penjing.train.sources.scenes import SCENES
 from penjing.train.sources.source import content_digest
 
 _BUILTIN = "builtin:"  # comes with a package, or is written by a model
 _HEAD = 1 << 16  # bytes of a picture that are compared, as of a folder of images
+
+
+def calibration_files(data: DataSettings) -> dict[str, dict[str, str]]:
+    """SHA-256 of what `[data]` names by path: of texts, rows and samples ("data.calibrate"), and of what writes text in
+    the model's place ("data.own_texts.writer").
+
+    Raises:
+        ConfigError: the writer is no decoder.
+        InputError: a file is missing or cannot be read.
+        SetupError: a package is missing that reads one.
+    """
+    texts = [file for path in data.calibrate if str(path) != OWN for file in text_files(path, CALIBRATE)]
+    found = {str(file): sha256_file(file) for file in texts}
+    found |= row_files(data.rows, data.row_images, "data.rows")
+    if data.source is not None:
+        found |= fingerprint(data)
+    named = {CALIBRATE: found} if found else {}
+    if (writer := data.own_texts.writer) is not None:
+        if (kind := family_of(writer)) != "decoder":
+            raise ConfigError(f"{WRITER}={writer} is {FAMILIES.get(kind, kind)}, which writes no text; name a decoder")
+        named[WRITER] = identity(writer)
+    return named
+
+
+def row_files(rows: Sequence[str], images: Path, setting: str) -> dict[str, str]:
+    """Each file of `rows`, which `setting` names, → its SHA-256, and those of their pictures in the folder `images`.
+
+    Raises:
+        InputError: see `pictures`.
+    """
+    files = [file for name in rows if name not in SCENES for file in text_files(Path(name), setting)]
+    return {str(file): sha256_file(file) for file in files} | (pictures(rows, images, setting) if files else {})
 
 
 def learnt_files(sources: Sequence[str], images: Path | None, setting: str) -> dict[str, str]:

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.compress.families.base import Family
 from penjing.compress.plan import plan
-from penjing.compress.preflight import check_fit, input_hashes
-from penjing.compress.recipe import Recipe, load_recipe
+from penjing.compress.preflight import check_fit
+from penjing.compress.recipe import load_recipe
 from penjing.compress.search.base import Changes
 from penjing.compress.search.points import HEALING
 from penjing.compress.search.predict import Prediction
@@ -32,7 +31,6 @@ from penjing.compress.steps.base import Context
 from penjing.core.config import key_of
 from penjing.core.errors import ConfigError
 from penjing.core.files import publish_folder
-from penjing.core.progress import Progress
 from penjing.core.work import Places, Tasks
 
 RIDGE = 0.02  # how strongly factors are pulled to a common one
@@ -44,14 +42,20 @@ class Healer:
     """Makes combinations, trains them as the base says, and judges what came out.
 
     Args:
-        values: of the base recipe, that `recipe` is read from.
+        values: of the base recipe.
+        context: of the base recipe's model. hashes: of its `input_hashes`.
 
     Raises:
         ConfigError: the base has no step that trains, or such a step does not fit the model.
     """
 
     def __init__(
-        self, heal: Heal, trials: Changes, values: dict[str, Any], recipe: Recipe, family: Family, progress: Progress
+        self,
+        heal: Heal,
+        trials: Changes,
+        values: dict[str, Any],
+        context: Context,
+        hashes: dict[str, dict[str, str]],
     ) -> None:
         steps = [dict(step) for step in values["steps"]]
         taught = [step for step in steps if step["kind"] in HEALING]
@@ -62,9 +66,8 @@ class Healer:
             )
         for step in taught if heal.steps is not None else []:
             step["steps"] = heal.steps
-        self.trials, self.values, self.progress = trials, values | {"steps": steps}, progress
-        self.context = Context(recipe.model, family, recipe.data, progress)
-        self.hashes = input_hashes(recipe, self.context)
+        self.trials, self.values, self.progress = trials, values | {"steps": steps}, context.progress
+        self.context, self.hashes = context, hashes
         self.trained = [step.get("steps") for step in taught]
         check_fit(load_recipe(self.values), self.context)
 

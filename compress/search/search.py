@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.compress.families.base import family_at
+from penjing.compress.preflight import input_hashes
 from penjing.compress.recipe import Recipe, load_recipe
 from penjing.compress.report.search_page import search_page
+from penjing.compress.samples.own import WRITER
+from penjing.compress.samples.text import CALIBRATE
 from penjing.compress.search.base import Changes
 from penjing.compress.search.draw import near_front, scattered
 from penjing.compress.search.families import RayDivergences, open_trials
@@ -27,6 +30,7 @@ from penjing.compress.search.predict import Prediction, fit
 from penjing.compress.search.recipe import JointRecipe
 from penjing.compress.search.result import SCHEMA, Choice, Kind, Measured, Row
 from penjing.compress.sensitivity.cells import Remaining, already_published
+from penjing.compress.steps.base import Context
 from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text, publish_folder
@@ -68,16 +72,18 @@ def run_joint_search(
     recipe = load_recipe(values)
     _check_held_out(recipe, search.base)
     family = family_at(recipe.model)
-    hashes = family.hashes(recipe.model)
+    context = Context(recipe.model, family, recipe.data, progress)
+    hashes = input_hashes(recipe, context)
     code = f"{version('penjing')}/{SCHEMA}"
     key = key_of(search.model_dump(mode="json", exclude={"output", "ray"}), recipe.settings(), hashes, code)
     if (done := already_published(search.output, RESULT_FILE, key, force)) is not None:
         progress.note(f"{search.output} is already done: kept (--force makes it again)")
         return done
     trials = open_trials(recipe, search.space, family, progress)
-    healer = Healer(search.heal, trials, values, recipe, family, progress) if search.heal is not None else None
+    healer = Healer(search.heal, trials, values, context, hashes) if search.heal is not None else None
     # Another cost, or other steps that heal, change no measurement: what was measured before a kill is kept then too.
-    with WorkFolder(search.output, key_of(trials.decides, hashes, code)) as work:
+    measured = {name: hashes[name] for name in ("model", CALIBRATE, WRITER) if name in hashes}
+    with WorkFolder(search.output, key_of(trials.decides, measured, code)) as work:
         away = None
         if search.ray is not None:
             away = RayDivergences(search.ray, values, search.space, work.path)
@@ -85,7 +91,7 @@ def run_joint_search(
         result = run.run() | {
             "model": str(recipe.model),
             "base": str(search.base),
-            "input": hashes,
+            "input": hashes["model"],
             "settings": search.model_dump(mode="json"),
             "versions": versions(),
             "device": processor(),

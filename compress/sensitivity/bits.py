@@ -35,6 +35,7 @@ from penjing.compress.measure.perplexity import evaluation_windows
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.quantize.bits import GROUPED
 from penjing.compress.samples.data import DataSettings, ImageData, token_samples
+from penjing.compress.samples.named import calibration_files
 from penjing.compress.sensitivity.study import (
     Samples,
     Study,
@@ -99,6 +100,11 @@ def round_groups(weight_NK: Tensor) -> Tensor:
     """`weight_NK` rounded to 4 bits, GROUP inputs of a row at a time; whole rows where they are no groups."""
     group = GROUP if weight_NK.shape[1] % GROUP == 0 else weight_NK.shape[1]
     return round_rows(weight_NK.unflatten(1, (-1, group)), 4).flatten(1)
+
+
+def calibrated_on(settings: DecoderBits) -> dict[str, dict[str, str]]:
+    """See `Measure.files`."""
+    return calibration_files(settings.calibration)
 
 
 def decoder_bits(folder: Path, settings: DecoderBits, work: WorkFolder, progress: Progress) -> Study:

@@ -34,6 +34,7 @@ from penjing.core.errors import InputError
 from penjing.core.graph.network import Network, tensor_at
 from penjing.core.progress import Progress
 from penjing.core.work import WorkFolder
+from penjing.train.sources.open import fingerprint
 from penjing.train.sources.settings import SourceSettings
 
 HELD_OUT = 0.1  # of the source, as by default everywhere
@@ -103,6 +104,11 @@ def judged(folder: Path, network: Network, settings: Any, progress: Progress) ->
         if not all(bool(each.isfinite().all()) for each in outputs if each.is_floating_point()):
             raise InputError(f"{folder} answers NaN or infinity: it is damaged, or its training diverged")
     return Judged(batches, answers, network.config.batched)
+
+
+def named_files(settings: GraphPruning | GraphBits) -> dict[str, dict[str, str]]:
+    """See `Measure.files`."""
+    return {} if settings.source is None else {"source": fingerprint(SourceSettings(source=settings.source))}
 
 
 def to_pruning(folder: Path, settings: GraphPruning, work: WorkFolder, progress: Progress) -> Study:

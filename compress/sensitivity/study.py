@@ -58,6 +58,10 @@ class Study:
     more: Mapping[str, Any]
 
 
+def _none(_: Config) -> dict[str, dict[str, str]]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Measure:
     """How networks of one family are studied.
@@ -66,11 +70,13 @@ class Measure:
         settings: their class; every one has a default.
         flags: of the command line that the settings take.
         open: checkpoint, settings → the study, whose costly preparations the work folder keeps.
+        files: settings → what lies in the files that they name: a setting, then file name → SHA-256.
     """
 
     settings: type[Config]
     flags: tuple[str, ...]
     open: Callable[[Path, Any, WorkFolder, Progress], Study]
+    files: Callable[[Any], dict[str, dict[str, str]]] = _none
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ class Sensitivity:
         settings = settings or measure.settings()
         out = out or folder.with_name(f"{folder.resolve().name}-{self.suffix}")
         hashes = family_at(folder).hashes(folder)
-        key = key_of(settings.model_dump(mode="json"), hashes, f"{version('penjing')}/{self.kind}/{SCHEMA + 1}")
+        code = f"{version('penjing')}/{self.kind}/{SCHEMA + 1}"
+        key = key_of(settings.model_dump(mode="json"), hashes, measure.files(settings), code)
         if (done := already_published(out, RESULT_FILE, key, force)) is not None:
             progress.note(f"{out} is already done: kept (--force makes it again)")
             return done

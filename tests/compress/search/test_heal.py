@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penjing.compress.families.base import family_at
+from penjing.compress.preflight import input_hashes
 from penjing.compress.recipe import load_recipe
 from penjing.compress.run import run_recipe
 from penjing.compress.search.decoder import DecoderTrials
@@ -21,6 +22,7 @@ from penjing.compress.search.predict import Prediction
 from penjing.compress.search.recipe import Choices, Heal
 from penjing.compress.search.search import run_joint_search
 from penjing.compress.search.trial import Trials
+from penjing.compress.steps.base import Context
 from penjing.compress.steps.train import Distill
 from penjing.core.config import dump_toml
 from penjing.core.errors import ConfigError
@@ -160,7 +162,8 @@ def test_a_healed_decoder_is_judged_as_the_recipe_makes_it(
     work = Tasks(tmp_path / "work")
     work.path.mkdir()
     trials.prepare(work, Silent())
-    healer = Healer(Heal(steps=5), trials, values, recipe, family, Silent())
+    context = Context(model, family, recipe.data, Silent())
+    healer = Healer(Heal(steps=5), trials, values, context, input_hashes(recipe, context))
     kinds = [each.kind for each in trials.space.variables]
     assert kinds == ["layer"] * 3 + ["bits"] * 3
     choice = [1, 2, 0, 0, 1, 1]  # a narrower layer in 8 bits, one gone, one whole in 4 bits

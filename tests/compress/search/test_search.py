@@ -140,7 +140,9 @@ def test_a_search_of_another_model_is_refused(tmp_path: Path, network: Path) -> 
     path = write(tmp_path, network, space="{ widths = [1.0, 0.5], bits = [32] }", combinations="8")
     run_joint_search(path)
     other = graph_folder(tmp_path / "other", Two(), image(12), seed=1)
-    with pytest.raises(InputError, match="made from another checkpoint or settings; replace it with --force"):
+    with pytest.raises(
+        InputError, match="another checkpoint, settings or files that they name; replace it with --force"
+    ):
         run_joint_search(path, [f'settings={{model="{other}"}}'])
     (tmp_path / "search/search.json").write_text('{"key": ')
     with pytest.raises(InputError, match=r"search\.json"):
@@ -149,6 +151,42 @@ def test_a_search_of_another_model_is_refused(tmp_path: Path, network: Path) -> 
     (tmp_path / "mine/notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"mine exists and holds no search\.json, so it is not replaced"):
         run_joint_search(path, [f'output="{tmp_path / "mine"}"'])
+
+
+def test_other_samples_under_the_same_name_are_searched_anew(
+    tmp_path: Path, network: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def samples(seed: int) -> None:
+        images = np.random.default_rng(seed).standard_normal((20, 3, 12, 12))
+        np.savez(tmp_path / "mine.npz", images=images.astype(np.float32))
+
+    samples(0)
+    path = write(tmp_path, network, space="{ widths = [1.0, 0.5], bits = [32] }", combinations="8")
+    base = tmp_path / "base.toml"
+    base.write_text(f'{base.read_text()}[data]\nsource = "{tmp_path / "mine.npz"}"\n')
+    first = run_joint_search(path)
+    assert run_joint_search(path) == first
+    samples(1)
+    with pytest.raises(InputError, match="files that they name"):
+        run_joint_search(path)
+
+    judge = Trials.divergence
+    measured = list[int]()
+
+    def dying(self: Trials, choice: Any) -> float:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(1)
+        return judge(self, choice)
+
+    monkeypatch.setattr(Trials, "divergence", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run_joint_search(path, force=True)
+    monkeypatch.undo()
+    samples(2)  # what was measured before the kill is of other samples
+    after = run_joint_search(path, force=True)
+    fresh = run_joint_search(path, [f'output="{tmp_path / "fresh"}"'])
+    assert [row["divergence"] for row in after["rows"]] == [row["divergence"] for row in fresh["rows"]]
 
 
 @pytest.mark.parametrize(

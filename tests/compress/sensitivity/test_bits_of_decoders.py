@@ -104,6 +104,17 @@ def test_a_result_holds_every_layer_and_goes_on_after_a_kill(
     assert not list(tmp_path.glob(".*"))
 
 
+def test_other_text_to_calibrate_on_is_another_study(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("zebras and yaks " * 400)
+    calibration = SMALL.calibration.model_copy(update={"calibrate": (tmp_path / "mine.txt",)})
+    settings = SMALL.model_copy(update={"widths": (4,), "calibration": calibration})
+    first = TO_BITS.measure(tiny_checkpoint, settings, out=tmp_path / "bits")
+    assert TO_BITS.measure(tiny_checkpoint, settings, out=tmp_path / "bits") == first
+    (tmp_path / "mine.txt").write_text("quite another text " * 400)
+    with pytest.raises(InputError, match="files that they name"):
+        TO_BITS.measure(tiny_checkpoint, settings, out=tmp_path / "bits")
+
+
 def test_rounding_is_undone(tiny_checkpoint: Path) -> None:
     model, tokens = load_model(tiny_checkpoint).model, torch.arange(16)[None]
     with torch.no_grad():

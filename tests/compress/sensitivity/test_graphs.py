@@ -72,6 +72,18 @@ def test_cells_of_pruning_equal_units_at_zero(graph: Path, tmp_path: Path) -> No
     assert again == json.loads((tmp_path / "pruning" / "sensitivity.json").read_text())
 
 
+def test_other_samples_under_the_same_name_are_measured_anew(graph: Path, tmp_path: Path) -> None:
+    images = np.random.default_rng(1).standard_normal((40, 3, 16, 16)).astype(np.float32)
+    np.savez(tmp_path / "mine.npz", images=images)
+    settings = GraphBits(widths=(3,), source=str(tmp_path / "mine.npz"), images=8)
+    first = TO_BITS.measure(graph, settings, out=tmp_path / "bits")
+    np.savez(tmp_path / "mine.npz", images=images[::-1])
+    with pytest.raises(InputError, match="files that they name"):
+        TO_BITS.measure(graph, settings, out=tmp_path / "bits")
+    again = TO_BITS.measure(graph, settings, out=tmp_path / "bits", force=True)
+    assert again["rows"] != first["rows"]
+
+
 def test_the_command(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = str(graph.parent / "images.npz"), tmp_path / "out"
     command = ["compress", "sensitivity", str(graph), "--source", source, "--data", "held-out", "--images", "4"]

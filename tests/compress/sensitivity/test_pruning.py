@@ -156,7 +156,7 @@ def test_bad_folders(classifier: Path, tmp_path: Path, tiny_checkpoint: Path) ->
     with pytest.raises(InputError, match=r"holds no sensitivity\.json"):
         TO_PRUNING.measure(classifier, SMALL, out=out)
     TO_PRUNING.measure(classifier, SMALL, out=tmp_path / "done")
-    with pytest.raises(InputError, match="another checkpoint or settings"):
+    with pytest.raises(InputError, match="another checkpoint, settings or files"):
         TO_PRUNING.measure(classifier, PruningSettings(images=50), out=tmp_path / "done")
     with pytest.raises(ConfigError, match="window=1024 is longer"):
         TO_PRUNING.measure(tiny_checkpoint, PruningSettings(window=1024, data="held-out"), out=tmp_path / "new")
