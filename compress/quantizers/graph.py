@@ -171,7 +171,7 @@ def least_floating(
 
 def _counts(layers: int, share: float) -> list[int]:
     """How many of the layers are tried in turn: an eighth, a quarter, half and all of the `share` of them."""
-    most = int(layers * share)
+    most = int(round(layers * share, 6))  # 0.29 · 100 is 28.999999999999996 in floating point
     return sorted({-(-most // part) for part in (8, 4, 2, 1)}) if most else []
 
 

@@ -13,7 +13,7 @@ import torch
 from penjing.compress.exports import export_artifact
 from penjing.compress.graph.place import products
 from penjing.compress.parity.graph import GraphParity
-from penjing.compress.quantizers.graph import GraphQuantize, quantize
+from penjing.compress.quantizers.graph import GraphQuantize, _counts, quantize
 from penjing.compress.samples.data import DataSettings
 from penjing.core.artifact import onnx as onnx_artifact
 from penjing.core.artifact.onnx import ONNX_RUNTIME
@@ -104,6 +104,12 @@ def test_what_answers_otherwise_but_no_worse_is_held_to_the_floating_network(
         GraphParity.rerun(places.partial, Silent())
     with pytest.raises(InputError, match=r"onnxruntime differs from fake_quantized .* bound is 1e-12"):
         _quantize(places, parity_bound=1e-12, fall_back=0)
+
+
+def test_a_share_of_the_layers_is_what_it_says() -> None:
+    assert _counts(100, 0.29) == [4, 8, 15, 29]  # 0.29 · 100 is 28.999999999999996 in floating point
+    assert _counts(7, 0.25) == [1]
+    assert _counts(3, 0.25) == []
 
 
 def test_the_first_layers_stay_floating_where_onnx_runtime_drifts_otherwise(
