@@ -170,4 +170,12 @@ def conversation_text(messages: object) -> str:
     """A conversation as text for filters: a paragraph a message."""
     if not isinstance(messages, list):
         return ""
-    return "\n\n".join(str(each.get("content", "")) for each in messages if isinstance(each, dict))
+    contents = (each.get("content") for each in messages if isinstance(each, dict))
+    return "\n\n".join(filter(None, map(_content_text, contents)))
+
+
+def _content_text(content: object) -> str:
+    """What is text of a message's content, which may be a list of parts of which some are pictures."""
+    if isinstance(content, list):
+        return "".join(_content_text(part.get("text") if isinstance(part, dict) else part) for part in content)
+    return content if isinstance(content, str) else ""  # calls of tools have none

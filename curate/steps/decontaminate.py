@@ -13,6 +13,7 @@ from penjing.core.text.documents import read_documents
 from penjing.core.text.near_duplicates import word_grams
 from penjing.core.text.source_files import files_below
 from penjing.curate.documents.document import Document
+from penjing.curate.documents.read import conversation_text
 from penjing.curate.steps.base import StepConfig
 
 EVALUATION = "builtin:evaluation"
@@ -39,7 +40,7 @@ class DecontaminateStep(StepConfig):
     def prepare(self, folder: Path) -> None:
         """See `StepConfig`."""
         texts = [
-            record.text if record.text is not None else " ".join(str(each.get("content")) for each in record.messages)
+            record.text if record.text is not None else conversation_text(record.messages)
             for record in read_documents([Path(each) for each in self.against if each != EVALUATION], "steps.against")
         ]
         if EVALUATION in self.against:

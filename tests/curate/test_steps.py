@@ -15,6 +15,7 @@ from penjing.core.text.corpus import heldout_text
 from penjing.curate.documents import debian
 from penjing.curate.documents.document import Document
 from penjing.curate.documents.markup import html_text, roff_text
+from penjing.curate.documents.read import conversation_text
 from penjing.curate.steps.base import StepConfig
 from penjing.curate.steps.clean import CleanStep
 from penjing.curate.steps.decontaminate import DecontaminateStep
@@ -155,6 +156,23 @@ def test_decontamination_finds_runs_of_evaluation_texts(tmp_path: Path) -> None:
     mine = DecontaminateStep(kind="decontaminate", against=(str(own),), words=8, runs=2)
     assert applied(mine, " ".join(prose(7, 40).split()[3:12]), tmp_path)[0] is not None
     assert applied(mine, " ".join(prose(7, 40).split()[3:11]), tmp_path)[0] is None
+
+
+def test_messages_in_parts_are_read_as_their_text(tmp_path: Path) -> None:
+    words = "the quick brown fox jumps over a lazy dog beside the river bank tonight"
+    said = [
+        {"role": "user", "content": [{"type": "image"}, *({"type": "text", "text": each} for each in ("What\n", "is?"))]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": [{"type": "text", "text": words}]},
+    ]  # fmt: skip
+    assert conversation_text(said) == f"What\nis?\n\n{words}"
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"messages": said}))
+    step = DecontaminateStep(kind="decontaminate", against=(str(own),))
+    step.prepare(tmp_path)
+    assert (
+        step.filter(tmp_path).apply(Document("d", f"Once more: {words}.", "s", "d")) == "stands in an evaluation text"
+    )
 
 
 @pytest.mark.parametrize("messages", [None, ["a text"]])
