@@ -75,6 +75,11 @@ class NoiseStep(LearningStep):
         texts, domains = self._clean(documents)
         counts = Counter(each.language for each in documents if not self.clean)
         languages = sorted(language for language, count in counts.items() if language and count >= _OF_A_LANGUAGE)
+        if counts and not languages and "" not in counts:
+            raise InputError(
+                f"steps.noise: of no language there are {_OF_A_LANGUAGE} documents to learn from, so that none would "
+                "be judged. Raise `sample`, name texts that are clean by `clean`, or leave the step out"
+            )
         places = [place for place, text in enumerate(texts) if len(text) >= _SHORTEST]
         if len(places) < _FEWEST:
             raise InputError(
@@ -104,7 +109,8 @@ class NoiseStep(LearningStep):
         thresholds, promised = self._thresholds(scores, np.array([domain for _, domain in kept_back]))
         heads.save(folder / _HEADS)
         usual.save(folder / _USUAL)
-        (folder / _RULE).write_text(json.dumps({"thresholds": thresholds, "languages": languages}), encoding="utf-8")
+        rule = {"thresholds": thresholds, "languages": None if self.clean else languages}
+        (folder / _RULE).write_text(json.dumps(rule), encoding="utf-8")
         rows = reliability(held, noisy)
         aucs = {kind: _auc_of(kind, np.array(kinds), held) for kind in CORRUPTIONS}
         return Learned(
@@ -164,11 +170,11 @@ class Noise(Judging):
         self._judge = NoiseHeads(encoder, load_two_heads(folder / _HEADS), load_usual(folder / _USUAL))
         rule = read_json_object(folder / _RULE)
         self._thresholds: dict[str, float] = rule["thresholds"]
-        self._languages = frozenset(rule["languages"])
+        self._languages: list[str] | None = rule["languages"]  # None: all, as `clean` says nothing of them
 
     def apply(self, document: Document) -> str | None:
         """See `Filter`."""
-        if document.language and self._languages and document.language not in self._languages:
+        if document.language and self._languages is not None and document.language not in self._languages:
             self.decided[f"nothing: too few documents in {document.language}"] += 1
             return None
         document.noise = self._judge(document.text)

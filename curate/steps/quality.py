@@ -105,12 +105,17 @@ class QualityStep(LearningStep):
                 f"steps.quality: of {len(y)} labels {int(y.sum())} are {good:g} and more, which counts as good; "
                 f"at least {_FEWEST_LABELS} are needed, {_FEWEST_OF_A_KIND} of each kind. Judge more, or change `good`"
             )
+        languages = _languages(labels)
+        mine = [each for each in documents if not each.language or each.language in languages]
+        if not languages and documents and not mine:
+            raise InputError(
+                f"steps.quality: no language has {_FEWEST_OF_A_LANGUAGE} labels, so that no document would be judged. "
+                "Judge more texts of one language"
+            )
         encoder = DocumentEncoder(self.encoder, self.windows)
         progress.start("learning from labels", len(labels) + len(documents))
         vectors = _embedded(encoder, [each.text for each in labels], progress)
         head, held = learn_head(vectors, y)
-        languages = _languages(labels)
-        mine = [each for each in documents if not each.language or not languages or each.language in languages]
         sample = head(_embedded(encoder, [each.text for each in mine], progress)) if mine else np.empty(0)
         progress.advance(len(documents) - len(mine))
         threshold, chosen = self._threshold(sample, held, y)
@@ -196,7 +201,7 @@ class Quality(Judging):
 
     def apply(self, document: Document) -> str | None:
         """See `Filter`."""
-        if document.language and self._languages and document.language not in self._languages:
+        if document.language and document.language not in self._languages:
             self.decided[f"nothing: no labels in {document.language}"] += 1
             return None
         score = -1.0 if self._student is None else self._student(document.text)

@@ -165,6 +165,20 @@ def test_each_domain_has_its_threshold(tmp_path: Path, encoder: Path) -> None:
     assert empty.noise is not None
 
 
+def test_languages_with_few_documents_are_not_judged(tmp_path: Path, encoder: Path) -> None:
+    made = parse_config(NoiseStep, {"kind": "noise", "encoder": str(encoder)}, "test")
+    documents = [Document(f"d{n}", sentences(n), "s", "d", language=f"x{n % 12}") for n in range(216)]
+    with pytest.raises(InputError, match="of no language there are 20 documents to learn from"):
+        made.learn(tmp_path, documents, tmp_path, Silent())
+    untold = [Document(f"d{n}", sentences(n), "s", "d") for n in range(3)]
+    made.learn(tmp_path, documents + untold, tmp_path, Silent())
+    judge = made.filter(tmp_path)
+    assert judge.apply(documents[0]) is None
+    assert documents[0].noise is None
+    judge.apply(untold[0])
+    assert untold[0].noise is not None
+
+
 def test_too_few_clean_documents_are_refused(tmp_path: Path, encoder: Path) -> None:
     made = parse_config(NoiseStep, {"kind": "noise", "encoder": str(encoder)}, "test")
     with pytest.raises(InputError, match="0 clean documents of 200 characters and more; 200 are needed"):

@@ -134,6 +134,25 @@ def test_other_languages_are_not_judged(tmp_path: Path, encoder: Path) -> None:
     assert judged.quality is not None
 
 
+def test_languages_with_few_labels_are_not_judged(tmp_path: Path, encoder: Path) -> None:
+    path = labels(tmp_path / "labels.jsonl", 24)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    codes = ("en", "de", "fr", "es", "it", "pt")  # four labels each
+    rows = [{**row, "language": codes[place % 6]} for place, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = step(encoder, path)
+    with pytest.raises(InputError, match="no language has 5 labels, so that no document would be judged"):
+        made.learn(tmp_path, [Document("d", text(1, False), "s", "d", language="fi")], tmp_path, Silent())
+    untold = Document("d", text(1, False), "s", "d")
+    made.learn(tmp_path, [untold], tmp_path, Silent())
+    judge: Quality = made.filter(tmp_path)
+    judge.apply(untold)
+    other = Document("d", text(1, False), "s", "d", language="fi")
+    assert judge.apply(other) is None
+    assert untold.quality is not None
+    assert other.quality is None
+
+
 def test_what_is_too_little_is_refused(tmp_path: Path, encoder: Path) -> None:
     few = labels(tmp_path / "few.jsonl", 19)
     with pytest.raises(InputError, match="at least 20 are needed"):
