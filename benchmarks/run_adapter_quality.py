@@ -14,7 +14,6 @@ it. Only quality is measured, so other programs do not disturb it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.compress.run import run_recipe
 from penjing.core.cli import guarded
+from penjing.core.config import inline_toml
 from penjing.core.progress import progress_bar
 from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.corpus import heldout_tokens
@@ -77,11 +77,11 @@ def make_others(arguments: argparse.Namespace, checkpoint: Path) -> None:
     """The trained adapter, and the artifact of the merged checkpoint, where they are missing."""
     with progress_bar() as progress:
         if not arguments.trained.exists():
-            told = [f"initial={json.dumps(str(checkpoint))}", f"output={json.dumps(str(arguments.trained))}"]
+            told = [f"initial={inline_toml(str(checkpoint))}", f"output={inline_toml(str(arguments.trained))}"]
             train(ROOT / "recipes/smollm2-lora.toml", [*told, f"steps={arguments.steps}", "data.batch_size=4"])
         if not arguments.merged.exists():
             told = [
-                f"model={json.dumps(str(arguments.trained))}",
+                f"model={inline_toml(str(arguments.trained))}",
                 "evaluate.prose_tokens=512",
                 "evaluate.code_tokens=512",
             ]

@@ -47,7 +47,7 @@ from penjing.compress.search.recipe import Choices
 from penjing.compress.search.search import run_joint_search
 from penjing.compress.search.trial import Trials
 from penjing.core.cli import guarded
-from penjing.core.config import dump_toml, read_recipe
+from penjing.core.config import dump_toml, inline_toml, read_recipe
 from penjing.core.progress import PlainProgress
 from penjing.train.run import train
 
@@ -96,7 +96,7 @@ def trained(folder: Path, arguments: argparse.Namespace, seed: int) -> Path:
     """A network of this seed, which is kept."""
     model = folder / f"model-{seed}"
     if not model.exists():
-        given = [f"output={json.dumps(str(model))}", f"seed={seed + 1}", f"steps={arguments.training}"]
+        given = [f"output={inline_toml(str(model))}", f"seed={seed + 1}", f"steps={arguments.training}"]
         given += ["evaluation.every=0", *([f"model.width={arguments.width}"] if arguments.width else [])]
         train(Path("resnet-fashion"), given, resume="auto")
     return model
@@ -149,7 +149,7 @@ def measure(model: Path, folder: Path, arguments: argparse.Namespace, seed: int)
     path = folder / f"{arguments.cost}-{seed}.toml"
     path.write_text(dump_toml(search))
     result = run_joint_search(path, progress=PlainProgress())
-    values = read_recipe(Path(BASE), [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    values = read_recipe(Path(BASE), [f"{key}={inline_toml(value)}" for key, value in settings.items()])
     recipe = load_recipe(values)
     choices = Choices.model_validate(search.get("space", {}))
     trials = Trials(recipe, choices, family_at(model), PlainProgress())

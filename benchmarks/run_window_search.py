@@ -40,7 +40,7 @@ from penjing.compress.steps.base import Context
 from penjing.compress.steps.window import Window
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.cli import guarded
-from penjing.core.config import read_recipe
+from penjing.core.config import inline_toml, read_recipe
 from penjing.core.files import publish_folder
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import PlainProgress
@@ -151,7 +151,7 @@ def chosen(arguments: argparse.Namespace) -> list[Row]:
 def searched(arguments: argparse.Namespace) -> list[Row]:
     """The search's own figures, and held-out perplexities of points that are made."""
     output = arguments.folder / "search"
-    given = [f"output={json.dumps(str(output))}", f"settings.model={json.dumps(str(arguments.model))}"]
+    given = [f"output={inline_toml(str(output))}", f"settings.model={inline_toml(str(arguments.model))}"]
     result = run_joint_search(RECIPE, given, progress=PlainProgress())
     error, rank, plain = (result["latency"]["error"], *(result["prediction"][key] for key in ("rank", "plain_rank")))
     rows = [

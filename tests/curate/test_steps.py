@@ -160,8 +160,9 @@ def test_decontamination_finds_runs_of_evaluation_texts(tmp_path: Path) -> None:
 
 def test_messages_in_parts_are_read_as_their_text(tmp_path: Path) -> None:
     words = "the quick brown fox jumps over a lazy dog beside the river bank tonight"
+    parts = [{"type": "text", "text": each} for each in ("What\n", "is?")]
     said = [
-        {"role": "user", "content": [{"type": "image"}, *({"type": "text", "text": each} for each in ("What\n", "is?"))]},
+        {"role": "user", "content": [{"type": "image"}, *parts]},
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant", "content": [{"type": "text", "text": words}]},
     ]  # fmt: skip
