@@ -60,6 +60,33 @@ def fold_pads(graph: ir.Graph) -> None:
         node.replace_input_with(0, source)
 
 
+def rank_few(graph: ir.Graph) -> None:
+    """Have TopK look for as many as are taken of it, in place, where slices cut the first out of a whole order."""
+    for node in list(graph):
+        shape = None if node.op_type != "TopK" or node.inputs[0] is None else node.inputs[0].shape
+        if shape is None or any(value.is_graph_output() for value in node.outputs):
+            continue
+        axis = node.attributes["axis"].as_int() % len(shape)
+        taken = [_first_of(user, axis, len(shape)) for value in node.outputs for user, _ in value.uses()]
+        counts, size = [count for count in taken if count], shape[axis]
+        if not counts or len(counts) < len(taken) or not isinstance(size, int) or max(counts) >= size:
+            continue
+        count = ir.tensor([max(counts)], dtype=ir.DataType.INT64)
+        node.replace_input_with(1, _constant(graph, f"{node.outputs[0].name}_count", count))
+        for value in node.outputs:
+            value.shape = ir.Shape([*shape[:axis], max(counts), *shape[axis + 1 :]])
+
+
+def _first_of(node: ir.Node, axis: int, rank: int) -> int:
+    """How many a Slice takes from the beginning of `axis` alone; 0 of another node."""
+    found = [None if each is None or each.const_value is None else each.const_value for each in node.inputs[1:]]
+    if node.op_type != "Slice" or len(found) != 4 or None in found:
+        return 0
+    begins, ends, axes, steps = (each.numpy().tolist() for each in found if each is not None)
+    alone = (begins, [each % rank for each in axes], steps) == ([0], [axis], [1])
+    return max(0, ends[0]) if alone else 0
+
+
 def _padded(node: ir.Node) -> tuple[ir.Value, list[int], list[int]] | None:
     """Of a convolution that reads Pad between two equal pairs: what is padded, and by how much on each spatial axis."""
     pair = _pair(node.inputs[0])

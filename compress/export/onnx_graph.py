@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 from onnxscript import opset21 as op
 from torch.export import Dim, ExportedProgram
 
-from penjing.compress.export.onnx_fusions import fold_pads, integer_products, keep_apart, own_zeros
+from penjing.compress.export.onnx_fusions import fold_pads, integer_products, keep_apart, own_zeros, rank_few
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
 from penjing.core.errors import InputError
@@ -57,6 +57,7 @@ def export_network(network: Network, path: Path, about: dict[str, str], target: 
     _with_constant_shapes(model.graph)
     biased = integer_products(model.graph) if target and TARGETS[target].integer_products else set()
     fold_pads(model.graph)
+    rank_few(model.graph)
     keep_apart(model.graph, biased)
     common.RemoveUnusedNodesPass()(model)
     own_zeros(model.graph)
@@ -95,7 +96,12 @@ def _exported(network: Network) -> ExportedProgram:
 
 
 def _translated(program: ExportedProgram) -> ir.Model:
-    table: Any = {AVERAGED: _averaged, QUANTIZED: _quantized, WIDENED: _widened}
+    table: Any = {
+        AVERAGED: _averaged,
+        QUANTIZED: _quantized,
+        WIDENED: _widened,
+        torch.ops.aten.sort.stable: _sorted,
+    }
     try:
         with _quiet(), without_stacks():
             made = torch.onnx.export(
@@ -119,6 +125,12 @@ def _quantized(x: Any, scale: Any, zero: Any) -> Any:
 
 def _widened(stored: Any, scale: Any, zero: Any, axis: int) -> Any:
     return op.DequantizeLinear(stored, scale, zero, axis=axis)
+
+
+def _sorted(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """TopK of all, for it has the first of equal values first."""
+    size: Any = op.Shape(x, start=dim, end=dim + 1 or None)
+    return op.TopK(x, size, axis=dim, largest=int(descending))
 
 
 def _with_constant_shapes(graph: ir.Graph) -> None:

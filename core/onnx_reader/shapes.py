@@ -241,15 +241,11 @@ def _one_hot(call: Call) -> Tensor:
 
 
 def _top_k(call: Call) -> tuple[Tensor, Tensor]:
-    count = call.attribute("k") if call.version < 10 else call.number(1, "k")
-    values, indices = torch.topk(
-        call.tensor(0),
-        count,
-        call.attribute("axis", -1),
-        bool(call.attribute("largest", 1)),
-        bool(call.attribute("sorted", 1)),
-    )
-    return values, indices
+    """Of equal values the first, which torch's `topk` does not promise."""
+    count = int(call.attribute("k") if call.version < 10 else call.number(1, "k"))
+    axis, falling = call.attribute("axis", -1), bool(call.attribute("largest", 1))
+    values, indices = torch.sort(call.tensor(0), dim=axis, descending=falling, stable=True)
+    return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
 
 
 def _trilu(call: Call) -> Tensor:

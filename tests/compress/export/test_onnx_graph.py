@@ -62,6 +62,44 @@ def test_sizes_that_differ_from_call_to_call_need_no_operators(tmp_path: Path) -
     assert found["LayerNormalization"] == 1
 
 
+class Ranked(nn.Module):
+    """The largest and the smallest of many equal numbers, and where they are."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        largest, first = x.sort(dim=1, descending=True, stable=True)
+        smallest, least = x.sort(stable=True)
+        return largest[:, :7], first[:, :7], smallest.narrow(-1, 0, 9), least.narrow(-1, 0, 9)
+
+
+@torch.no_grad()
+def test_of_equal_values_the_first_comes_first(tmp_path: Path) -> None:
+    x = torch.randint(3, (2, 50, 30)).float()
+    network = from_torch(Ranked(), (x,), dynamic={"x": {0: "batch", 2: "length"}})
+    export_network(network, tmp_path / "a.onnx", {})
+    assert _operators(tmp_path / "a.onnx")["TopK"] == 2
+    x = torch.randint(3, (3, 50, 40)).float()
+    for ours, theirs in zip(network(x), _run(tmp_path / "a.onnx", network, x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [3, 400])
+def test_no_more_is_ranked_than_is_taken(tmp_path: Path, count: int) -> None:
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            values, places = x.sort(dim=-1, stable=True)
+            return values[..., :count] + 1, places[..., :2] + 1
+
+    x = torch.randint(3, (2, 50)).float()
+    network = from_torch(First(), (x,))
+    export_network(network, tmp_path / "a.onnx", {})
+    for ours, theirs in zip(network(x), _run(tmp_path / "a.onnx", network, x), strict=True):
+        assert torch.equal(ours, theirs)
+    graph = onnx.load(str(tmp_path / "a.onnx")).graph
+    held = {each.name: onnx.numpy_helper.to_array(each).tolist() for each in graph.initializer}
+    assert [held[node.input[1]] for node in graph.node if node.op_type == "TopK"] == [[min(count, 50)]]
+
+
 class Masked(nn.Module):
     """(batch, length, 8) and a mask of tokens → the same shape."""
 

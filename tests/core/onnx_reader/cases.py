@@ -84,6 +84,7 @@ def case(
 
 
 X = f(2, 3, 4)
+EQUAL = np.random.default_rng(1).integers(0, 3, (12, 40)).astype(np.float32)
 IMAGE = f(2, 4, 7, 6)
 POSITIVE = np.abs(X) + 0.5
 LOGICAL = X > 0
@@ -304,6 +305,8 @@ CASES = [
     case("OneHot", i(1, 0), [np.int64(3), f(2)], axis=0),
     case("TopK", X, i(2), outputs=2, axis=2),
     case("TopK", X, i(2), outputs=2, axis=1, largest=0),
+    case("TopK", EQUAL, i(9), outputs=2),
+    case("TopK", EQUAL, i(9), outputs=2, axis=0, largest=0),
     case("Trilu", f(4, 4), upper=0),
     case("Trilu", f(2, 3, 4), np.int64(1)),
     case("DepthToSpace", f(1, 8, 2, 3), blocksize=2),
