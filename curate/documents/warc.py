@@ -6,6 +6,7 @@ hold text instead of answers, are read too.
 
 from __future__ import annotations
 
+import codecs
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,6 +19,17 @@ SUFFIXES = (".warc", ".wet")
 _MOST_BYTES = 64 << 20  # of a page; what is longer is no text for people
 _HTML = ("text/html", "application/xhtml+xml")
 _CHARSET = re.compile(rb"<meta[^>]{0,200}charset\s*=\s*[\"']?\s*([\w.:-]{2,40})", re.IGNORECASE)
+_WIDER = {  # https://encoding.spec.whatwg.org/#names-and-labels, by Python's names and by labels that it does not know
+    **dict.fromkeys(("iso8859-1", "ascii"), "cp1252"),
+    **dict.fromkeys(("gb2312", "gbk", "x-gbk"), "gb18030"),
+    **dict.fromkeys(("shift_jis", "x-sjis", "windows-31j"), "cp932"),
+    **dict.fromkeys(("euc_kr", "windows-949", "ks_c_5601-1989"), "cp949"),
+    **dict.fromkeys(("tis-620", "iso8859-11", "windows-874"), "cp874"),
+    "iso8859-9": "cp1254",
+    "big5": "big5hkscs",
+    "x-euc-jp": "euc_jp",
+    "iso-8859-8-i": "iso8859-8",
+}
 _CHUNK = 1 << 16
 _SNIFFED = 4096  # bytes at the beginning of a page that may name its encoding
 
@@ -92,10 +104,22 @@ def _kind(record: object) -> tuple[str, str] | None:
 
 def _decoded(content: bytes, named: str, html: bool) -> str | None:
     """Text of `content` in the encoding that its answer or page names, else UTF-8, else Windows-1252."""
-    inside = _CHARSET.search(content[:_SNIFFED]) if html else None
-    for encoding in (named, inside[1].decode("ascii") if inside else "", "utf-8", "cp1252"):
+    found = _CHARSET.search(content[:_SNIFFED]) if html else None
+    inside = found[1].decode("ascii") if found else ""
+    if inside.lower().startswith(("utf-16", "utf-32")):  # it could not be found in these
+        inside = ""
+    for encoding in (_as_browsers(named), named, _as_browsers(inside), inside, "utf-8", "cp1252"):
         try:
-            return content.decode(encoding) if encoding else content.decode("utf-8")
-        except (UnicodeDecodeError, LookupError):
+            return content.decode(encoding or "utf-8").removeprefix("\ufeff")
+        except (UnicodeError, LookupError):  # also of names such as "undefined", which Python knows as an encoding
             continue
     return None
+
+
+def _as_browsers(label: str) -> str:
+    """The encoding that browsers take for the one called `label`: most that is called Latin-1 is Windows-1252."""
+    try:
+        known = codecs.lookup(label).name
+    except LookupError:
+        known = label.lower()
+    return _WIDER.get(known, label)

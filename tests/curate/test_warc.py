@@ -67,6 +67,28 @@ def test_pages_are_read_and_nothing_else(tmp_path: Path, name: str) -> None:
     assert len({each.id for each in documents}) == 5
 
 
+@pytest.mark.parametrize(
+    ("named", "inside", "encoding", "text"),
+    [
+        ("gb2312", "", "gbk", "朱镕基和他的书"),  # GBK has more signs than GB 2312
+        ("", "x-sjis", "cp932", "①髙橋の本"),
+        ("euc-kr", "", "cp949", "똠방각하"),
+        ("iso-8859-1", "", "cp1252", "“Bäume” – im Topf"),
+        ("us-ascii", "", "cp1252", "“Bäume”"),
+        ("iso-8859-1", "", "latin-1", "one\x81byte of no sign"),
+        ("big5", "", "big5hkscs", "香港嘅樹"),
+        ("", "utf-16", "utf-8", "Bäume in the pots"),
+        ("undefined", "", "utf-8", "Bäume"),
+        ("utf-8", "", "utf-8-sig", "Bäume"),
+    ],
+)
+def test_encodings_are_read_as_browsers_do(tmp_path: Path, named: str, inside: str, encoding: str, text: str) -> None:
+    media = f"text/{'html' if inside else 'plain'}" + (f"; charset={named}" if named else "")
+    page = PAGE.replace("<head>", f'<head><meta charset="{inside}">').format(text) if inside else text
+    path = archive(tmp_path / "a.warc", [("200 OK", media, page.encode(encoding)), ("200 OK", "text/plain", b"after")])
+    assert [each.text.strip() for each in read(path) if isinstance(each, Document)] == [text, "after"]
+
+
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
 @pytest.mark.parametrize("missing", [2, 60, 700])
 def test_an_archive_that_is_cut_off_keeps_what_came_before(tmp_path: Path, name: str, missing: int) -> None:
