@@ -16,7 +16,7 @@ import numpy as np
 from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.text.records import Damage
-from penjing.curate.documents.document import Document, DocumentWriter, Dropped, drop, stored_documents
+from penjing.curate.documents.document import BEGINNING, Document, DocumentWriter, Dropped, drop, stored_documents
 from penjing.curate.documents.read import read_source
 from penjing.curate.plan import Plan, Stage
 from penjing.curate.steps.base import Filter, Judging, Making, StepConfig
@@ -29,6 +29,7 @@ DOCUMENTS, DROPPED, DAMAGED, COUNTS, KEYS = (
 CLUSTERS = "clusters.npy"  # of a stage: for each of its documents the first of its cluster, by place
 READ = "read"
 _EXAMPLES, _EXCERPT = 3, 200  # of a rule, and their characters
+_LONGEST_VALUE = 8192  # characters, of a private key
 
 
 def task_folder(stage: Stage, task: int) -> Path:
@@ -77,7 +78,7 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
                         if keys_of is not None:
                             keys.append(keys_of(outcome))
                     elif isinstance(outcome, Dropped):
-                        shown = replace(outcome, excerpt=masked(outcome.excerpt)[:_EXCERPT])
+                        shown = replace(outcome, excerpt=_shown(outcome, masked))
                         dropped.write(json.dumps(asdict(shown), ensure_ascii=False) + "\n")
                         counts.dropped(shown)
                     else:
@@ -186,6 +187,12 @@ def mask_of(plan: Plan) -> Callable[[str], str]:
         return text
 
     return masked
+
+
+def _shown(dropped: Dropped, masked: Callable[[str], str]) -> str:
+    """How a dropped document began; without what may be the beginning of a value that was cut off, and so not found."""
+    text = masked(dropped.excerpt)
+    return (text[:-_LONGEST_VALUE] if len(dropped.excerpt) == BEGINNING else text)[:_EXCERPT]
 
 
 def _config(plan: Plan, place: int) -> Any:

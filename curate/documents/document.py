@@ -10,7 +10,7 @@ from pathlib import Path
 from penjing.core.text.records import arrow_module
 from penjing.curate.documents.rows import RowWriter
 
-_BEGINNING = 800  # characters
+BEGINNING = 18_000  # characters of an excerpt, of which 200 are shown: two private keys have up to 16 200
 _GROUP_CHARS = 16 << 20  # of text in one row group: what is held in memory
 _COLUMNS = {
     **dict.fromkeys(("id", "text", "source", "domain", "licence", "language"), "string"),
@@ -75,7 +75,7 @@ class Dropped:
 
 def drop(document: Document, step: str, rule: str) -> Dropped:
     """`document`, taken out by `rule` of `step`."""
-    excerpt = " ".join(document.text[:_BEGINNING].split())
+    excerpt = " ".join(document.text.split())[:BEGINNING]
     return Dropped(
         document.id, step, rule, document.source, document.domain, document.language, len(document.text), excerpt,
         quality=document.quality, noise=document.noise,

@@ -3,10 +3,12 @@ written down anywhere."""
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.curate.documents.document import Document
+from penjing.curate.run import curate_recipe
 from penjing.curate.steps.personal import find_personal
 from penjing.curate.steps.pii import PiiStep
 from penjing.curate.why import explain
@@ -175,6 +178,24 @@ def test_regions_follow_the_language(tmp_path: Path) -> None:
 )
 def test_hostile_text_takes_no_more_than_a_look_each(unit: str) -> None:
     find_personal(unit * 100_000, regions=("US", "DE"))  # n² steps are hours
+
+
+def test_no_part_of_a_long_value_is_shown_of_what_is_dropped(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    body = base64.b64encode(np.random.default_rng(0).bytes(5600)).decode()
+    key = f"-----BEGIN RSA PRIVATE KEY-----\n{body}\n-----END RSA PRIVATE KEY-----\n"
+    texts = [f"{key} {prose(1)}", f"begins otherwise. {key} {prose(2, 9000)}", f"{key * 3} {prose(3)}"]
+    write_lines(folder / "a.jsonl", [*texts, *texts])
+    made = recipe(tmp_path, folder, steps=[{"kind": "dedup", "method": "exact"}, {"kind": "pii"}])
+    curate_recipe(made, "test")
+    shown = [explain(f"line {number}", made.output)[0] for number in (4, 5, 6)]
+    assert "it began '<KEY_1> " in shown[0]
+    assert "it began 'begins otherwise. <KEY_1>" in shown[1]
+    with gzip.open(made.output / "dropped/stage-1.jsonl.gz", "rt") as file:
+        dropped = file.read()
+    assert dropped.count("\n") == 3
+    assert body[:12] not in dropped + (made.output / "report.json").read_text()
 
 
 def test_no_value_is_written_down_anywhere(tmp_path: Path) -> None:
