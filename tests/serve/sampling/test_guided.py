@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from random import Random
 from typing import Any
 from unittest.mock import Mock
@@ -11,13 +12,14 @@ from unittest.mock import Mock
 import jsonschema
 import pytest
 
-from penjing.core.errors import RequestError
+from penjing.core.errors import OverloadedError, RequestError
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
+from penjing.serve.sampling import constraint as constraint_module
 from penjing.serve.sampling.constraint import Constraint
 from penjing.serve.sampling.guided import MAX_BYTES, MAX_DEPTH
 from penjing.serve.sampling.params import SamplingParams
-from tests.serve.tiny import generate, ids_of, run_all, text_of, tiny_engine, tiny_model
+from tests.serve.tiny import EOS, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
 
 SCHEMA = {
     "type": "object",
@@ -246,3 +248,52 @@ def test_lenient_schemas_leave_out_what_is_not_supported(engine: LLMEngine) -> N
 def test_min_tokens_is_refused_beside_a_form() -> None:
     with pytest.raises(RequestError, match="min_tokens cannot be combined with guided"):
         SamplingParams.from_json({"guided": {"kind": "json_object"}, "min_tokens": 2})
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_ambiguous_grammar_ends_before_it_holds_others_up(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Each further token took longer, 0.6 s at the 800th, and every answer of the engine waited for it."""
+    spent = 0.0
+    fill = Constraint.fill
+
+    def timed_fill(constraint: Constraint) -> None:
+        nonlocal spent
+        started = time.thread_time()
+        try:
+            fill(constraint)
+        finally:
+            spent += time.thread_time() - started
+
+    monkeypatch.setattr(Constraint, "fill", timed_fill)
+    monkeypatch.setattr(constraint_module, "SECONDS_A_TOKEN", 0.0001)
+    monkeypatch.setattr(constraint_module, "SECONDS_AT_ONCE", 0.05)
+    grammar = {"kind": "grammar", "value": "start: e\ne: e e e | /[a-z]/"}
+    values = {"guided": grammar, "max_tokens": 240, "logit_bias": {EOS: -100}, "n": n, "seed": 0}
+    sampling = SamplingParams.from_json(values)
+    found = run_all(engine, [Request("only", "a", sampling), Request("other", "b", SamplingParams(seed=0))])
+    assert "takes too long" in str(found["only", 0][-1].error)
+    assert found["other", 0][-1].error is None
+    assert spent < 0.5, "the answers of a request have one account"
+
+
+def test_a_form_that_takes_long_to_read_is_refused_and_holds_no_other_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had one of the two threads that read long prompts for as long as it took, which may be hours."""
+    monkeypatch.setattr(constraint_module, "READING_SECONDS", 0.05)
+    monkeypatch.setattr(constraint_module, "MOST_UNREAD", 1)
+    engine = tiny_engine()
+    with pytest.raises(RequestError, match="to read this form takes more than"):
+        ask(engine, {"kind": "json_schema", "value": {"type": "integer", "multipleOf": 30_011}})  # a second
+    with pytest.raises(OverloadedError, match="are still read"):
+        ask(engine, {"kind": "choice", "value": ["fast"]})
+    monkeypatch.setattr(constraint_module, "READING_SECONDS", 60.0)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            found = ask(engine, {"kind": "choice", "value": ["fast"]})
+            break
+        except OverloadedError:
+            assert time.monotonic() < deadline, "the slow form has been read, and others are read again"
+            time.sleep(0.05)
+    assert text_of(found) == "fast"
