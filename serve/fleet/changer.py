@@ -62,6 +62,8 @@ class Changer:
             failed = False
         except PenjingError as error:
             self._said, failed = str(error), True
+        except Exception as error:  # the machine's refusal, or a defect of ours, must not end the models that answer
+            self._said, failed = f"the change has failed: {type(error).__name__}: {error}; the others go on", True
         outcome = Answered(id=self._change.id, said=self._said, failed=failed)
         self._change = self._going = None
         self._untold = None if tell(self._port, outcome) else outcome
@@ -89,7 +91,7 @@ class Changer:
                 if (failure := member.failure()) is not None:
                     raise ServerError(f"{model.id} cannot be loaded: {failure}; the others go on")
                 yield
-        except PenjingError:
+        except Exception:
             member.kill()
             raise
         finally:
@@ -108,16 +110,16 @@ class Changer:
         self._said = f"{member.model.endpoint} is ready" + self._shown(model.group)
 
     def _check_new(self, model: FleetModel) -> None:
-        taken = {other.model.id: other.model for other in self.members}
-        groups = {other.group: other for other in taken.values() if other.group is not None}
+        taken = {other.model.id: other for other in self.members}
+        groups = {other.model.group: other for other in self.members if other.model.group is not None}
         if model.id in taken or (model.version == 1 and model.group in taken):
             raise ConfigError(f"{model.id} is served already; choose another name or version")
         if model.group is None and model.id in groups:
             raise ConfigError(f"{model.id} has versions; give this one a version too, such as {model.id}:2")
         if model.group is not None and (other := groups.get(model.group) or taken.get(model.group)) is not None:
-            kinds = family_at(other.folder).name, family_at(model.folder).name
+            kinds = other.shown.kind, family_at(model.folder).name
             if kinds[0] != kinds[1]:
-                raise ConfigError(f"{other.id} is of the kind {kinds[0]}, and {model.folder} of {kinds[1]}")
+                raise ConfigError(f"{other.model.id} is of the kind {kinds[0]}, and {model.folder} of {kinds[1]}")
 
     def _unload(self, name: str) -> Going:
         """Send it no more requests; it ends when its answers have."""

@@ -7,7 +7,6 @@ Triton server; in one process that would end the others' answers too. So each mo
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -18,18 +17,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from penjing.core.config import parse_config
 from penjing.core.errors import PenjingError, ServerError, SetupError
 from penjing.core.progress import Progress, Silent
-from penjing.serve.families.base import family_at
 from penjing.serve.fleet.again import command_again
 from penjing.serve.fleet.change import forget_changes
 from penjing.serve.fleet.changer import Changer
 from penjing.serve.fleet.member import READY, Member
-from penjing.serve.fleet.plan import FleetModel, FleetPlan
+from penjing.serve.fleet.plan import FleetPlan
 from penjing.serve.fleet.state import FleetState, fleet_path, write_fleet
 from penjing.serve.gate.config import FrontModel
-from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model
+from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp
 from penjing.serve.supervisor.state import ServerState, append_log, owning, write_state
 
 POLL_SECONDS = 0.05
@@ -45,7 +42,7 @@ class Fleet:
         self.plan, self.progress = plan, progress
         self.members = [Member(model) for model in plan.models]
         self.port = plan.port  # by which the whole is known, also when its first model has been taken away
-        self.front = KeptFront(plan.front, tuple(map(shown, plan.models)), plan.port)
+        self.front = KeptFront(plan.front, self._shown, plan.port)
         self.changer = Changer(self.members, plan.port, self._show, lambda: self.front.has_heard)
         self._held = ExitStack()
         self.stops = 0  # signals received: one drains, two end at once
@@ -89,11 +86,15 @@ class Fleet:
     def _all(self) -> list[Member]:
         return [*self.members, *self.changer.between]
 
+    @property
+    def _shown(self) -> tuple[FrontModel, ...]:
+        return tuple(member.shown for member in self.members)
+
     def _show(self) -> None:
         """Tell the front of the models, and whoever asks how it stands."""
         models = tuple(member.model for member in self.members)
         self.plan = self.plan.model_copy(update={"models": models})
-        self.front.show(tuple(map(shown, models)))
+        self.front.show(self._shown)
         self._noted = 0.0
 
     def _keep_port(self) -> None:
@@ -196,22 +197,6 @@ class Fleet:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def shown(model: FleetModel) -> FrontModel:
-    """What the front must know of a model."""
-    family = family_at(model.folder)
-    settings = parse_config(family.settings, json.loads(model.engine_json), f"settings of {model.id}")
-    return front_model(
-        model.config,
-        model.folder,
-        family,
-        settings,
-        id=model.id,
-        group=model.group,
-        version=model.version,
-        share=model.share,
-    )
 
 
 def _facts(member: Member) -> dict[str, Any]:

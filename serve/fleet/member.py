@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,14 @@ import sys
 import time
 from contextlib import suppress
 
+from penjing.core.config import parse_config
+from penjing.core.errors import PenjingError
 from penjing.core.files import writing
+from penjing.serve.families.base import family_at
 from penjing.serve.fleet.plan import FleetModel
+from penjing.serve.gate.config import FrontModel
 from penjing.serve.supervisor import state
+from penjing.serve.supervisor.kept_front import front_model, named_adapters
 
 READY = "ready"
 STABLE_SECONDS = 60.0
@@ -22,13 +28,20 @@ _libc = ctypes.CDLL(None)
 
 
 class Member:
-    """A model, its supervisor, and through that its Triton server. Nothing of them is another model's."""
+    """A model, its supervisor, and through that its Triton server. Nothing of them is another model's.
+
+    Raises:
+        InputError, ConfigError: the folder, or its settings, are of no model that can be served.
+    """
 
     def __init__(self, model: FleetModel) -> None:
         self.model = model
+        family = family_at(model.folder)
+        self._settings = parse_config(family.settings, json.loads(model.engine_json), f"settings of {model.id}")
+        self._shown = front_model(model.config, model.folder, family, self._settings)
         self.port = model.config.grpc_port
         self.restarts = 0
-        self._backoff = self._restart_at = 0.0
+        self._backoff = self._restart_at = self._started = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         state.forget_adapters(self.port)
 
@@ -62,6 +75,14 @@ class Member:
         self._started = time.monotonic()
 
     @property
+    def shown(self) -> FrontModel:
+        """What the front must know of it. Of its folder that is what was there at first: a model goes on when its
+        folder has been moved or deleted."""
+        model = self.model
+        names = {"id": model.id, "group": model.group, "version": model.version, "share": model.share}
+        return self._shown.model_copy(update=names | {"adapters": named_adapters(self.port, self._settings)})
+
+    @property
     def found(self) -> state.ServerState | None:
         """What its supervisor last wrote; None while there is none."""
         found = state.read_state(self.port)
@@ -93,13 +114,13 @@ class Member:
         return f"its supervisor ended unexpectedly (exit code {self._process.returncode})"
 
     def keep(self) -> str | None:
-        """Start its supervisor again when that has ended; says so, once."""
+        """Start its supervisor again when that has ended; says so, once a try."""
         now = time.monotonic()
-        if self._process is None:
-            if now >= self._restart_at:
-                self.start()
-            return None
-        if (failure := self.failure()) is None:
+        if self._process is not None:
+            failure = self.failure()
+        else:
+            failure = self._started_again() if now >= self._restart_at else None
+        if failure is None:
             return None
         self._process = None
         self._backoff = 0.0 if now - self._started > STABLE_SECONDS else self._backoff
@@ -107,6 +128,15 @@ class Member:
         self._backoff = min(max(1.0, 2 * self._backoff), MAX_BACKOFF_SECONDS)
         self.restarts += 1
         return f"{failure}; restarting"
+
+    def _started_again(self) -> str | None:
+        """Why it could not be started, which must not end the others: a full disk, or a machine without room for
+        processes."""
+        try:
+            self.start()
+        except (PenjingError, OSError) as error:
+            return f"its supervisor cannot be started: {error}"
+        return None
 
     def ask_to_end(self) -> None:
         """It drains; asked again, it ends at once."""

@@ -30,14 +30,16 @@ def front_model(config: ServeConfig, folder: Path, family: Family, settings: Con
         "grpc": config.address(config.grpc_port),
         "metrics": f"{LOOPBACK}:{config.metrics_port}",
         "sees": sees(folder) or family.name == TOWERS,
-        "adapters": _adapters(config.grpc_port, settings) if isinstance(settings, EngineConfig) else (),
+        "adapters": named_adapters(config.grpc_port, settings),
         "max_rows": settings.max_batch_size if isinstance(settings, BatchConfig) else None,
     }
     return FrontModel(**facts | names)
 
 
-def _adapters(grpc_port: int, settings: EngineConfig) -> tuple[str, ...]:
-    """Those that the model's process says it has; before it says anything, those that it was started with."""
+def named_adapters(grpc_port: int, settings: Config) -> tuple[str, ...]:
+    """The adapters that the model's process says it has; before it says anything, those that it was started with."""
+    if not isinstance(settings, EngineConfig):
+        return ()
     said = read_list(said_path(state.adapters_path(grpc_port)), ServedAdapters)
     return tuple(settings.adapters if said is None else said.adapters)
 

@@ -18,12 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from penjing.core.artifact.onnx_encoder import EncoderArtifact
 from penjing.serve.bench.ab import bench_ab
 from penjing.serve.client.client import Client
-from penjing.serve.fleet.fleet import shown as shown_to_front
 from penjing.serve.fleet.names import read_names
 from penjing.serve.fleet.plan import FleetPlan, make_plan
 from penjing.serve.fleet.state import FleetState, fleet_path, read_fleet
 from penjing.serve.front.versions import chosen
-from penjing.serve.gate.config import FrontConfig
+from penjing.serve.gate.config import FrontConfig, FrontModel
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig
 from penjing.serve.supervisor.stop import stop
@@ -129,7 +128,8 @@ def test_all_models_are_listed_and_answer_as_themselves(fleet: ServedFleet) -> N
 
 def test_a_share_of_the_users_gets_the_canary_and_stays_with_it(fleet: ServedFleet) -> None:
     texts = {name: fleet.complete(name).json["choices"][0]["text"] for name in ("llm:1", "llm:2")}
-    models = [shown_to_front(model) for model in fleet.plan.models[:2]]
+    facts = {"group": "llm", "kind": "llm", "name": "llm", "folder": Path(), "grpc": "", "metrics": ""}
+    models = [FrontModel(id=model.id, share=model.share, **facts) for model in fleet.plan.models[:2]]
     seen = []
     for number in range(24):
         user = f"user {number % 12}"

@@ -1,0 +1,76 @@
+"""What befalls one of several models, or a change of them, ends none of the others."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penjing.core.progress import Silent
+from penjing.serve.fleet.change import Answered, change_path, outcome_path
+from penjing.serve.fleet.fleet import Fleet
+from penjing.serve.fleet.names import read_names
+from penjing.serve.fleet.plan import make_plan
+from penjing.serve.supervisor import state
+from penjing.serve.supervisor.process import ServeConfig
+from tests.serve.triton.serving import free_ports
+
+
+@pytest.fixture
+def folders(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Path]:
+    original = make_tiny_checkpoint(max_position_embeddings=4096)
+    return {name: shutil.copytree(original, tmp_path / name.replace(":", "-")) for name in ("llm:1", "llm:2")}
+
+
+@pytest.fixture
+def fleet(folders: dict[str, Path]) -> Iterator[Fleet]:
+    port = free_ports(1)[0]
+    named = read_names([f"{name}={folder}" for name, folder in folders.items()], [])
+    plan = make_plan(named, ServeConfig(grpc_port=port, metrics_port=port + 1), [], kv_cache_bytes=4 << 20)
+    state.run_folder().mkdir(parents=True, exist_ok=True)
+    fleet = Fleet(plan, Silent())
+    yield fleet
+    for member in fleet.members:
+        for path in (state.errors_path(member.port), outcome_path(member.port), change_path(member.port)):
+            path.unlink(missing_ok=True)
+
+
+def test_a_model_whose_folder_is_gone_goes_on(fleet: Fleet, folders: dict[str, Path]) -> None:
+    """What the front must know was read of it again whenever an adapter of any model changed, or its process had
+    started anew; that it could not be read ended all models."""
+    before = [member.shown for member in fleet.members]
+    shutil.rmtree(folders["llm:1"])
+    fleet._show()
+    assert [member.shown for member in fleet.members] == before
+    assert [(shown.id, shown.kind, shown.group, shown.version) for shown in before] == [
+        ("llm:1", "llm", "llm", 1),
+        ("llm:2", "llm", "llm", 2),
+    ]
+
+
+def test_a_machine_without_room_for_processes_ends_no_model(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    member = fleet.members[0]
+    line = member.keep()
+    assert line is not None
+    assert line.startswith("its supervisor cannot be started: [Errno 11] Resource temporarily unavailable; restarting")
+    model = fleet.plan.models[0].model_copy(update={"id": "llm:3", "version": 3})
+    change_path(fleet.port).write_text(f'{{"id": "x", "load": {model.model_dump_json()}}}')
+    said = None
+    while said is None:
+        said = fleet.changer.step()
+    assert said.startswith("the change has failed: BlockingIOError")
+    outcome = Answered.model_validate_json(outcome_path(fleet.port).read_text())
+    assert (outcome.id, outcome.said, outcome.failed) == ("x", said, True)
+    assert not fleet.changer.between
+    assert [member.model.id for member in fleet.members] == ["llm:1", "llm:2"]
