@@ -46,10 +46,10 @@ class AdapterWatch:
         """Take in and give up adapters where the list has changed; one that is refused changes nothing else."""
         stamp = stamp_of(self._path)
         if stamp != self._stamp:
-            self._stamp = stamp
             wanted = read_list(self._path, WantedAdapters)
             if wanted is not None:
                 self._follow(wanted)
+            self._stamp = stamp  # not before: where the engine takes long over a step, the next look tries again
         if not self._told:
             try:
                 write_list(said_path(self._path), self._has)
@@ -68,9 +68,14 @@ class AdapterWatch:
                 continue
             try:
                 self._take(name, entry)
+            except TimeoutError:
+                raise
             except PenjingError as error:
                 refused[name] = str(error)
                 log.warning("%s", error)
+            except Exception as error:  # a defect of ours, which trying again would not mend
+                refused[name] = f"{type(error).__name__}: {error}"
+                log.exception("the adapter %s cannot be taken in", name)
             else:
                 has[name] = entry
         self._has, self._told = ServedAdapters(id=wanted.id, adapters=has, refused=refused), False
