@@ -106,12 +106,13 @@ class Upstream:
                 await self.client.generate("a", timeout=CANARY_TIMEOUT, **sampling)
             elif not await self.client.is_ready(CANARY_TIMEOUT):
                 return
-        except PenjingError as error:
+        except Exception as error:  # also of what another server on that port answers: it ends no watch, of no model
             if self._leaving:
                 return
-            if self._failing != str(error):  # the same words every quarter of a second say no more
-                log.warning("%s does not answer: %s", self.model.id, error)
-            self._failing, self.is_down = str(error), True
+            said = str(error) if isinstance(error, PenjingError) else f"{type(error).__name__}: {error}"
+            if self._failing != said:  # the same words every quarter of a second say no more
+                log.warning("%s does not answer: %s", self.model.id, said)
+            self._failing, self.is_down = said, True
             return
         self._failing = ""
         self.alive()

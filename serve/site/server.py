@@ -54,10 +54,9 @@ def listen(front: Front, loop: asyncio.AbstractEventLoop) -> None:
             if not (part := os.read(STDIN, MAX_READ)):
                 loop.remove_reader(STDIN)
             said.extend(part)
-        *lines, rest = said.split(b"\n")
-        if lines:
-            said[:] = rest
-            front.show(MODELS.validate_json(bytes(lines[-1])))
+        *lines, said[:] = said.split(b"\n")
+        for line in lines:  # each: one that was taken away in between is another one, though it has the same port
+            front.show(MODELS.validate_json(bytes(line)))
 
     loop.add_reader(STDIN, read)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ from penjing.core.errors import OverloadedError, PenjingError, UnavailableError
 from penjing.serve.access.keys import Key
 from penjing.serve.access.limits import Account
 from penjing.serve.client.wire_text import Chunk
+from penjing.serve.front import upstream as upstream_module
 from penjing.serve.front.answers import Ask, answer
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.figures import Joined
 from penjing.serve.front.versions import chosen, sharer
-from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
+from penjing.serve.gate.config import MODELS, FrontConfig, FrontJob, FrontModel
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
+from penjing.serve.site import server as site_server
+from penjing.serve.site.app import Front
+from penjing.serve.site.server import listen
 
 CLIENTS = [f"client {number}" for number in range(2000)]
 
@@ -217,6 +222,67 @@ def test_models_change_while_requests_run() -> None:
         finally:
             watching.cancel()
             await backend.close()
+
+    asyncio.run(check())
+
+
+def test_what_a_foreign_server_answers_ends_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model's surprise ended the watches of all: from then on the front was not ready, though every model was."""
+    monkeypatch.setattr(upstream_module, "CANARY_SECONDS", 0.01)
+
+    class Foreign(FakeClient):
+        asked = 0
+
+        async def generate(self, *_: Any, **__: Any) -> None:
+            self.asked += 1
+            if self.asked < 3:
+                raise ValueError("not enough values to unpack (expected 1, got 0)")
+
+    async def check() -> None:
+        models = tuple(versions(0.5))
+        backend = Backend(FrontJob(front=FrontConfig(port=8080), models=models, log=Path("log")))
+        for each in models:
+            await backend.upstream(each).client.close()
+        foreign, fine = (Foreign(0, None) for _ in models)
+        fine.asked = 3
+        backend.upstream(models[0]).client, backend.upstream(models[1]).client = foreign, fine  # type: ignore[assignment]
+        watching = asyncio.create_task(backend.watch())
+        try:
+            async with asyncio.timeout(30):
+                while not backend.ready:
+                    await asyncio.sleep(0.01)
+            assert not watching.done()
+            assert foreign.asked >= 3
+        finally:
+            watching.cancel()
+
+    asyncio.run(check())
+
+
+def test_each_line_of_the_supervisor_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front that was stopped for a while reads several at once. That of them one lacked a model, and the next had
+    another model on its port, was lost, and the new one's texts were read with the old one's tokenizer."""
+    first, second = versions(0.5)
+    new = second.model_copy(update={"id": "llm:3", "version": 3, "folder": Path("elsewhere")})
+
+    async def check() -> None:
+        front = Front(FrontJob(front=FrontConfig(port=8080), models=(first, second), log=Path("log")))
+        front.backend, front._backend_made = Backend(front.job), True
+        before = [front.backend.upstream(each) for each in (first, second)]
+        reader, writer = os.pipe()
+        monkeypatch.setattr(site_server, "STDIN", reader)
+        loop = asyncio.get_running_loop()
+        listen(front, loop)
+        lines = [MODELS.dump_json(models) + b"\n" for models in ((first,), (first, new), ())]
+        os.write(writer, b"".join(lines)[:-2])  # the last line has not come as a whole
+        await asyncio.sleep(0.05)
+        assert front.backend.models == (first, new)
+        assert front.backend.upstream(first) is before[0]
+        assert front.backend.upstream(new) is not before[1]
+        loop.remove_reader(reader)
+        os.close(reader)
+        os.close(writer)
+        await front.backend.close()
 
     asyncio.run(check())
 
