@@ -1,11 +1,18 @@
 """`python -m penjing.train RECIPE …`: what torchrun starts; the same flags as `penjing train`."""
 
+import ctypes
 import os
+import signal
 import sys
 
 from penjing.core.cli import main
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
 if __name__ == "__main__":
+    # torchrun that is killed ends none of its processes: they would go on unseen, beside the run that resumes theirs.
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # Before torch is imported: its C++ prints a stack for each connection that breaks; the watch (watch.py) says why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     sys.argv = ["penjing", "train", *sys.argv[1:]]

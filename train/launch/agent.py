@@ -1,12 +1,13 @@
 """torchrun as `penjing train --launch` starts it: it ends when its starter does, and adds nothing to what the run says.
 
-Its exit code is that of the process that failed first; torchrun's own is always 1, after a long report.
-With `--while-input-is-open` as its first argument it ends when its standard input does.
+Its exit code is that of the process that failed first; torchrun's own is always 1, after a long report. Its standard
+input is a pipe that its starter holds open and writes nothing to. The pipe ends when the starter does, whatever kills
+it, also before this process has begun to look; torchrun then stops its processes as for SIGTERM, so that they save
+their state.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -17,17 +18,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-TIED = "--while-input-is-open"
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
 
 def main(arguments: list[str]) -> int:
     """Run torchrun with `arguments`; the exit code."""
-    if arguments[:1] == [TIED]:
-        arguments = arguments[1:]
-        threading.Thread(target=_end_with_the_input, daemon=True).start()
-    elif sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_end_with_the_input, daemon=True).start()
     logging.disable(logging.ERROR)
     try:
         run(parse_args(arguments))

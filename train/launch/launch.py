@@ -39,18 +39,20 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
     arguments = [str(recipe), *(flag for override in overrides for flag in ("--set", override)), *flags]
     threads = str(max((os.cpu_count() or 1) // num_processes, 1))
     command = [sys.executable, "-m", "penjing.train.launch.agent", "--standalone"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--nproc-per-node", str(num_processes), "-m", "penjing.train", *arguments],
+        stdin=subprocess.PIPE,  # it ends with this process, and torchrun then
         env={"OMP_NUM_THREADS": threads} | os.environ,
         start_new_session=True,  # else Ctrl-C would reach each process twice: from the terminal and from torchrun
-    )
+    ) as process:
 
-    def forward(number: int, frame: object) -> None:
-        process.send_signal(number)
+        def forward(number: int, frame: object) -> None:
+            process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,8 +1,7 @@
 """torchrun as a child that ends with its starter, whichever of the starter's threads started it.
 
-Its standard input is a pipe that nothing is ever written to. The pipe ends when the starter does, even by SIGKILL, and
-torchrun then stops its processes as for SIGTERM, so that they save their state (`agent.py`). A signal of the kernel's
-at the parent's death (`PR_SET_PDEATHSIG`) would come when the *thread* ends that started it, prctl(2).
+What ties it is its standard input (`agent.py`). A signal of the kernel's at the parent's death (`PR_SET_PDEATHSIG`)
+would come when the *thread* ends that started it, prctl(2).
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penjing.train.launch.agent import TIED
-
 LINES = 1000  # that are kept until somebody asks
 
 
@@ -32,7 +29,7 @@ class TiedTorchrun:
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penjing.train.launch.agent", TIED, *arguments],
+            [sys.executable, "-m", "penjing.train.launch.agent", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -125,6 +125,45 @@ def test_after_a_killed_process_the_losses_are_the_same(
     assert all(alone[step] == undisturbed[step] for step in range(1, begin + 1))
 
 
+def below(pid: int) -> list[int]:
+    """The children of process `pid`."""
+    found = read(Path(f"/proc/{pid}/task/{pid}/children")).split()
+    return [int(each) for each in found]
+
+
+def wait_until(what: Callable[[], Any]) -> None:
+    """Until `what` is true."""
+    deadline = time.monotonic() + 120
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("killed", ["launcher", "torchrun"])
+def test_nothing_goes_on_when_what_started_it_is_killed(killed: str, recipe: Path, tmp_path: Path) -> None:
+    """The launcher as soon as there is a torchrun, which has not imported anything then; torchrun in the run."""
+    code = f"launch(1, Path({str(recipe)!r}), ['steps=1000000'], [])"
+    code = f"from pathlib import Path; from penjing.train.launch.launch import launch; raise SystemExit({code})"
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    wait_until(lambda: below(launcher.pid))
+    (torchrun,) = below(launcher.pid)
+    processes = [torchrun]
+    if killed == "launcher":
+        launcher.kill()
+    else:
+        wait_until((tmp_path / "out-run" / "metrics.jsonl").exists)
+        processes += below(torchrun)
+        assert len(processes) == 2
+        os.kill(torchrun, signal.SIGKILL)
+    assert launcher.wait() == (-signal.SIGKILL if killed == "launcher" else 128 + signal.SIGKILL)
+    try:
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    finally:
+        for pid in processes:
+            if "penjing.train" in read(Path(f"/proc/{pid}/cmdline")):
+                os.kill(pid, signal.SIGKILL)
+
+
 @contextmanager
 def agents(*arguments: str) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     """Starts torchrun for a node of an elastic run of one or two; all end at the end."""
