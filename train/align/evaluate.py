@@ -18,7 +18,7 @@ from penjing.serve.sampling.params import SamplingParams
 from penjing.train.align.prompts import Answer, Prompt, Sampled, answer_seed, read_prompts
 from penjing.train.align.reasoning import ReasoningTasks
 from penjing.train.align.rewards import Rewards, make_rewards
-from penjing.train.chat.held_out import held_out_places
+from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.recipe.data import RolloutData
 from penjing.train.recipe.load import load_train_recipe
@@ -56,7 +56,8 @@ def evaluate_answers(
     assert engine.config.max_model_len is not None, "the engine resolves it"
     room = engine.config.max_model_len - data.max_tokens
     found = read_prompts(given, writer, room, asked.most_damaged, rewards.wrong, progress)
-    places = sorted(held_out_places([each.key for each in found], asked.held_out))[: recipe.evaluation.samples]
+    held = held_out_places([each.key for each in found], asked.held_out)
+    places = judged_places(held, recipe.evaluation.samples)
     if not places:
         raise ConfigError("prompts.held_out = 0 leaves no prompt that was not learnt from; raise it")
     prompts = [found[place] for place in places]

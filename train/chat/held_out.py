@@ -34,3 +34,10 @@ def held_out_places(keys: Sequence[bytes], share: float) -> set[int]:
             "it, set data.held_out = 0 with evaluation.every = 0, or give more data"
         )
     return held
+
+
+def judged_places(held: set[int], most: int) -> list[int]:
+    """The places of held-out rows that are judged: of more than `most` so many at equal distances, and not the first,
+    which may all be of one source."""
+    places, count = sorted(held), min(len(held), most)
+    return [places[number * len(places) // count] for number in range(count)]

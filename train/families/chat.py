@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Progress
-from penjing.train.chat.held_out import held_out_places, prompt_key
+from penjing.train.chat.held_out import prompt_key
 from penjing.train.chat.packed import PackedRows, pack_rows
 from penjing.train.chat.rows import Row, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens, Masked
@@ -40,9 +40,9 @@ class ChatTuning(RowTask[ChatData, PackedRows]):
 
         texts, _ = take_rows(data.sources, take, data.most_damaged, progress)
         keys = [prompt_key([text]) for text in texts]
-        held = held_out_places(keys, data.held_out if recipe.evaluation.every else 0.0)
+        held, judged = self._held_places(keys)
         self._learnt = self._packed([text for place, text in enumerate(texts) if place not in held])
-        self._held = self._packed([texts[place] for place in sorted(held)][: recipe.evaluation.samples])
+        self._held = self._packed([texts[place] for place in judged])
         counted = sum(int(text.learnt[1:].sum()) for text in self._learnt.texts)
         total = sum(len(text.ids) for text in self._learnt.texts)
         progress.note(

@@ -11,7 +11,6 @@ from penjing.core.checkpoint.reward import save_reward
 from penjing.core.errors import ConfigError
 from penjing.core.models.reward import RewardModel
 from penjing.core.progress import Progress
-from penjing.train.chat.held_out import held_out_places
 from penjing.train.chat.preferences import Pairs, pair_batch
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import Row, TooLongError, take_rows
@@ -47,14 +46,13 @@ class PreferenceTuning(RowTask[PreferenceData, Pairs]):
 
         pairs, _ = take_rows(data.sources, take, data.most_damaged, progress)
         keys = [pair.prompt.tobytes() for pair in pairs]
-        held = held_out_places(keys, data.held_out if recipe.evaluation.every else 0.0)
+        held, judged = self._held_places(keys)
         known = self._reference(folder, pairs, progress)
-        learnt, kept = ([place for place in range(len(pairs)) if (place in held) == side] for side in (False, True))
-        kept = kept[: recipe.evaluation.samples]
+        learnt = [place for place in range(len(pairs)) if place not in held]
         pad = next(iter(config.eos_token_ids), 0) if config.pad_token_id is None else config.pad_token_id
         self._learnt, self._held = (
             Pairs([pairs[place] for place in places], None if known is None else known[places], pad)
-            for places in (learnt, kept)
+            for places in (learnt, judged)
         )
         wanted = recipe.objective
         self.objective: TaskObjective = DirectPreference(wanted.loss, wanted.beta, wanted.label_smoothing, wanted.sft)

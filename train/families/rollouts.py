@@ -26,7 +26,7 @@ from penjing.train.align.rewards import make_rewards
 from penjing.train.align.rollouts import RolloutStream, answer_batch, greedy_answers
 from penjing.train.align.sampler import AnySampler, Sampler, cache_bytes, float_bytes
 from penjing.train.align.served import ServerSampler, check_servers
-from penjing.train.chat.held_out import held_out_places
+from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Stream, draws
 from penjing.train.families.decoder_task import DecoderTask
@@ -80,7 +80,7 @@ class RolloutTuning(DecoderTask):
                 "prompts.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0"
             )
         self._learnt = [each for place, each in enumerate(found) if place not in held]
-        self._held = [found[place] for place in sorted(held)][: recipe.evaluation.samples]
+        self._held = [found[place] for place in judged_places(held, recipe.evaluation.samples)]
         self._longest = max(len(each.tokens) for each in found)
         pad = config.pad_token_id
         self._pad = next(iter(config.eos_token_ids), 0) if pad is None else pad

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
+from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.data.stream import Indexed, Stream, one_pass, shuffled
 from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.objective.objective import Batch
@@ -36,6 +37,18 @@ class RowTask(DecoderTask, Generic[D, S]):
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
         return one_pass(self._held, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
+
+    def _held_places(self, keys: Sequence[bytes]) -> tuple[set[int], list[int]]:
+        """The places of the rows that are not learnt, by their keys, and of those among them that are judged.
+
+        Raises:
+            ConfigError: nothing is left to learn, or to judge by.
+        """
+        evaluation = self._recipe.evaluation
+        if evaluation.every and not self._data.held_out:
+            raise ConfigError("data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0")
+        held = held_out_places(keys, self._data.held_out if evaluation.every else 0.0)
+        return held, judged_places(held, evaluation.samples)
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""

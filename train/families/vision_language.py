@@ -146,8 +146,8 @@ class SightTuning:
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
         """See `Task`."""
-        most = self._recipe.evaluation.samples
-        return one_pass(self._held, most, micro_batch=micro_batch, rank=world.rank, world_size=world.size)
+        rows, most = self._held, self._recipe.evaluation.samples
+        return one_pass(rows, most, micro_batch=micro_batch, rank=world.rank, world_size=world.size, spread=True)
 
     def after_update(self, model: nn.Module, world: World) -> tuple[Callable[[int], None], ...]:
         """See `Task`: nothing."""

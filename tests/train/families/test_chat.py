@@ -13,7 +13,7 @@ from penjing.core.progress import Silent
 from penjing.core.text.documents import Documents
 from penjing.serve.engine.request import SamplingParams
 from penjing.serve.generate import generate_stream
-from penjing.train.chat.held_out import held_out_places
+from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.families.base import build_task
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
@@ -96,6 +96,19 @@ def test_equal_prompts_are_held_out_together(recipe: Path, tmp_path: Path) -> No
     assert sum(task.objective.count(batch) for batch in task.held_out(8, World())) > 0
 
 
+def test_an_evaluation_takes_conversations_from_everywhere(recipe: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{place}", "completion": f"{place}"} for place in range(200)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["data.held_out=0.2", "evaluation.every=1", "data.packing=false"]
+    every, some = (
+        [text.ids.tolist() for text in build_task(load_train_recipe(recipe, more), Silent())._held.texts]  # type: ignore[attr-defined]
+        for more in ([*settings, "evaluation.samples=200"], [*settings, "evaluation.samples=3"])
+    )
+    assert some == [every[0], every[len(every) // 3], every[2 * len(every) // 3]]
+    assert judged_places({5, 1, 3}, 256) == [1, 3, 5]
+    assert judged_places(set(), 256) == []
+
+
 def test_conversations_that_are_learnt_whole_are_held_out_too(recipe: Path) -> None:
     settings = ["data.learn=all", "data.held_out=0.3", "evaluation.every=1"]
     task = build_task(load_train_recipe(recipe, settings), Silent())
@@ -120,6 +133,7 @@ def test_one_prompt_is_held_out_however_few_there_are() -> None:
     [
         ("compile=true", ConfigError, "compile = true is not for data.kind = 'chat'"),
         ("data.sequence_length=513", ConfigError, "more than the 512 tokens that .* can see"),
+        ("evaluation.every=5", ConfigError, "data.held_out = 0 leaves nothing to evaluate on"),
         ("data.sequence_length=8", InputError, "3 left out because they are longer than a sequence"),
         ("data.template=/none.jinja", ConfigError, "data.template: /none.jinja cannot be read"),
         ("data={kind='chat', sources=[], batch_size=1, sequence_length=9}", ConfigError, "data.sources"),

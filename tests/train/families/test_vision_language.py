@@ -18,6 +18,7 @@ from penjing.core.family import family_of
 from penjing.core.images.sound import Sound
 from penjing.core.imports.importer import import_model
 from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import Silent
 from penjing.core.vision.vision_language import VisionLanguage, VisionLanguageConfig
 from penjing.core.vision.vit import ViTConfig
 from penjing.serve.engine.config import EngineConfig
@@ -26,7 +27,10 @@ from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 from penjing.train.data.images import ImageSet
 from penjing.train.families import vision_language
+from penjing.train.families.base import build_task
 from penjing.train.plan.preflight import check_recipe
+from penjing.train.processes.world import World
+from penjing.train.recipe.load import load_train_recipe
 from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train
 from penjing.train.sources import scenes as scenes_module
@@ -85,6 +89,16 @@ def test_a_decoder_learns_to_see(recipe: Path, tmp_path: Path) -> None:
     assert family_of(tmp_path / "out") == "vision_language"
     blind = train(recipe, [f"output={tmp_path}/blind", "data.blind=true"])
     assert blind["exact"] <= 0.5
+
+
+def test_an_evaluation_takes_rows_from_everywhere(recipe: Path) -> None:
+    every, some = (
+        [row.tolist() for batch in task.held_out(1, World()) for row in batch["images"]]
+        for task in (
+            build_task(load_train_recipe(recipe, [f"evaluation.samples={most}"]), Silent()) for most in (16, 3)
+        )
+    )
+    assert some == [every[0], every[5], every[10]]
 
 
 def test_what_was_trained_is_read_imported_and_trained_further(recipe: Path, tmp_path: Path) -> None:
