@@ -75,7 +75,7 @@ def _class(content: bytes, ending: str) -> Label | None:
         text = found.get("label") if isinstance(found, dict) else None
     if text is None or isinstance(text, bool) or not isinstance(text, str | int):
         return None
-    return int(text) if isinstance(text, str) and text.isdigit() else text
+    return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
 def _text(content: bytes, ending: str) -> str | None:

@@ -193,11 +193,16 @@ def test_a_tar_that_unpacks_to_much_more_is_refused(tmp_path: Path, monkeypatch:
         opened(tmp_path / "a.tgz")
 
 
-def _tar_of(images: int) -> bytes:
+def test_a_digit_that_is_no_number_is_the_name_of_a_class(tmp_path: Path) -> None:
+    (path := tmp_path / "shard.tar").write_bytes(_tar_of(3, "²³"))
+    assert opened(path).labels == ["²", "³", "²"]
+
+
+def _tar_of(images: int, classes: str = "01") -> bytes:
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as file:
         for number in range(images):
-            for ending, content in (("png", photo(number)), ("cls", str(number % 2).encode())):
+            for ending, content in (("png", photo(number)), ("cls", classes[number % 2].encode())):
                 member = tarfile.TarInfo(f"data/{number:04d}.{ending}")
                 member.size = len(content)
                 file.addfile(member, io.BytesIO(content))
