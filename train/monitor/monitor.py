@@ -246,9 +246,9 @@ def open_sinks(folder: Path, config: MonitorConfig, first_step: int) -> list[Sin
     if config.prometheus_port is not None:
         sinks.append(Prometheus(config.prometheus_port))
     if config.wandb is not None:
-        sinks.append(WeightsAndBiases(config.wandb, folder))
+        sinks.append(WeightsAndBiases(config.wandb, folder, first_step))
     if config.mlflow is not None:
-        sinks.append(MLflow(config.mlflow, folder))
+        sinks.append(MLflow(config.mlflow, folder, first_step))
     return sinks
 
 

@@ -13,6 +13,7 @@ from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, writing
 
 Record = dict[str, Any]
+_WANDB_ID, _MLFLOW_ID = "wandb-id.txt", "mlflow-id.txt"  # in the run's folder
 
 
 class Sink(Protocol):
@@ -102,15 +103,17 @@ class WeightsAndBiases:
         SetupError: the package `wandb` is not installed.
     """
 
-    def __init__(self, project: str, folder: Path) -> None:
+    def __init__(self, project: str, folder: Path, first_step: int = 0) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise SetupError(
                 f"monitor.wandb = {project!r} needs the package wandb: pip install wandb, or leave it out"
             ) from error
-        with writing(folder):  # the same id for a run that goes on
-            self._run = wandb.init(project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow")
+        known = _known_id(folder / _WANDB_ID, first_step)
+        with writing(folder):
+            self._run = wandb.init(project=project, dir=str(folder), name=folder.name, id=known, resume="allow")
+        atomic_write_text(folder / _WANDB_ID, f"{self._run.id}\n")
 
     def write(self, record: Record) -> None:
         """Log each number of the record."""
@@ -128,7 +131,7 @@ class MLflow:
         SetupError: the package `mlflow` is not installed.
     """
 
-    def __init__(self, experiment: str, folder: Path) -> None:
+    def __init__(self, experiment: str, folder: Path, first_step: int = 0) -> None:
         try:
             import mlflow  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -137,7 +140,8 @@ class MLflow:
             ) from error
         self._mlflow = mlflow
         mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=folder.name)
+        started = mlflow.start_run(_known_id(folder / _MLFLOW_ID, first_step), run_name=folder.name)
+        atomic_write_text(folder / _MLFLOW_ID, f"{started.info.run_id}\n")
 
     def write(self, record: Record) -> None:
         """Log each number of the record."""
@@ -146,6 +150,12 @@ class MLflow:
     def close(self) -> None:
         """Tell that the run has ended."""
         self._mlflow.end_run()
+
+
+def _known_id(path: Path, first_step: int) -> str | None:
+    """What a tracker calls a run that goes on from `first_step`; None for one that begins, also in a folder that was
+    used before."""
+    return path.read_text(encoding="utf-8").strip() if first_step and path.exists() else None
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -4,14 +4,17 @@ import json
 import math
 import re
 import socket
+import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
+from penjing.core.config import parse_config
 from penjing.core.errors import SetupError
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Silent
@@ -178,6 +181,33 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(SetupError, match=f"monitor.prometheus_port = {port}: .*choose another port"):
             open_sinks(tmp_path, MonitorConfig(tensorboard=False, prometheus_port=port), 0)
+
+
+class Tracker:
+    """What penjing asks of wandb and of mlflow."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []  # of each start
+
+    def set_experiment(self, name: str) -> None: ...
+
+    def start_run(self, run_id: str | None = None, run_name: str = "") -> SimpleNamespace:
+        self.runs.append(run_id or f"{run_name} {len(self.runs)}")
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.runs[-1]))
+
+    def init(self, project: str, dir: str, name: str, id: str | None, resume: str) -> SimpleNamespace:
+        return SimpleNamespace(id=self.start_run(id, name).info.run_id)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_run_that_goes_on_stays_one_run_of_a_tracker_and_a_new_one_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, tracker := Tracker())  # type: ignore[arg-type]
+    config = parse_config(MonitorConfig, {"tensorboard": False, name: "all"}, "monitor")
+    for first_step in (0, 20, 30, 0, 20):
+        open_sinks(tmp_path / "run", config, first_step)[0].close()
+    assert tracker.runs == ["run 0", "run 0", "run 0", "run 3", "run 3"]
 
 
 def test_a_loss_spike_rings_and_can_stop() -> None:
