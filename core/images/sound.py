@@ -41,12 +41,11 @@ def spectrogram(data: bytes, sound: Sound, side: int, *, max_samples: int) -> ND
     Raises:
         InputError: no such file, broken, or longer than the picture.
     """
-    samples = _resampled(*_read(data, max_samples), sound.rate)
-    most = side * sound.hop
-    if len(samples) > most:
-        raise InputError(
-            f"it lasts {len(samples) / sound.rate:.2f} s, and {sound.seconds(side):.2f} s are heard; cut it"
-        )
+    samples, rate = _read(data, max_samples)
+    count, most = round(len(samples) * sound.rate / rate), side * sound.hop
+    if count > most:  # before it is resampled: a file may say one sample a second, and take hours
+        raise InputError(f"it lasts {len(samples) / rate:.2f} s, and {sound.seconds(side):.2f} s are heard; cut it")
+    samples = _resampled(samples, max(1, count))
     half = sound.window // 2
     padded = np.pad(np.pad(samples, (0, most - len(samples))), half, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, sound.window)[:: sound.hop][:side]
@@ -100,10 +99,9 @@ def _read(data: bytes, most: int) -> tuple[NDArray[np.float64], int]:
     return values.reshape(-1, channels).mean(1), rate
 
 
-def _resampled(samples: NDArray[np.float64], rate: int, wanted: int) -> NDArray[np.float64]:
-    """The same sound in `wanted` samples a second, without what those cannot say."""
-    if rate == wanted:
+def _resampled(samples: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """The same sound in `count` samples, without what those cannot say."""
+    if count == len(samples):
         return samples
-    count = max(1, round(len(samples) * wanted / rate))
     tones = np.fft.rfft(samples)[: count // 2 + 1]
     return np.fft.irfft(tones, count) * (count / len(samples))

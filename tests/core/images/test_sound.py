@@ -77,3 +77,8 @@ def test_what_cannot_be_heard_is_one_line(data: bytes, said: str) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="at most 100 are decoded"):
         spectrogram(recording(tone(440)), SOUND, SIDE, max_samples=100)
+
+
+def test_a_recording_that_says_one_sample_a_second_is_too_long_before_it_is_resampled() -> None:
+    with pytest.raises(InputError, match=r"it lasts 900000\.00 s, and 1\.00 s are heard"):
+        heard(recording(np.zeros(900_000), rate=1))
