@@ -309,13 +309,13 @@ def export(
     Examples:
 
     - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx`
-    - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx --target tensorrt` for trtexec
-    - `penjing export build/smollm2-int8 build/smollm2-onnx --to onnx` for ONNX Runtime, with keys and values
-    - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors` for vLLM and transformers
+    - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx --target tensorrt # for trtexec`
+    - `penjing export build/smollm2-int8 build/smollm2-onnx --to onnx # for ONNX Runtime, with keys and values`
+    - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors # for vLLM, transformers`
     - `penjing export build/smollm2-int8 build/smollm2-w8a16 --to compressed-tensors-weights`
-    - `penjing export build/smollm2-int8 smollm2.gguf --to gguf` for llama.cpp
-    - `penjing export build/resnet-fashion-int8 models --to model-repository --set max_batch_size=128`, then
-      `tritonserver --model-repository=models`
+    - `penjing export build/smollm2-int8 smollm2.gguf --to gguf # for llama.cpp`
+    - `penjing export build/resnet-fashion-int8 models --to model-repository --set max_batch_size=128`
+    - `tritonserver --model-repository=models # serves what the line before wrote`
     """
     if to == "model-repository":
         if target:

@@ -111,7 +111,7 @@ def info(
 ) -> None:
     """Show versions, the device and which implementation of each kernel runs here, and why.
 
-    Example: `penjing info --kernels` (needs no GPU)
+    Example: `penjing info --kernels # needs no GPU`
     """
     from penjing.core.info import collect, compiled_kernels, print_kernels
     from penjing.core.progress import print_table, progress_bar
@@ -179,8 +179,11 @@ def guarded(work: Callable[[], int]) -> int:
     except PenjingError as error:
         return _fail(error, str(error), error.exit_code)
     except TyperException as error:
+        message = error.format_message().rstrip(".")
+        if not message:  # a group without a command: its help was shown in place of a message
+            return ConfigError.exit_code
         command = getattr(getattr(error, "ctx", None), "command_path", "penjing")
-        return _fail(error, f"{error.format_message().rstrip('.')}. Try '{command} --help'.", ConfigError.exit_code)
+        return _fail(error, f"{message}. Try '{command} --help'.", ConfigError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:

@@ -146,15 +146,15 @@ def serve(
     Examples:
 
     - `penjing serve build/smollm2-int8 --detach`
-    - `penjing serve build/smollm2-int8 --openai 8080`, for OpenAI's clients at http://localhost:8080/v1
-    - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002`, for
-      `penjing.serve.client.client.Client().classify(images)`, or any Triton client: model `classifier`, input `pixels`
-      (UINT8) or `images` (FP32), output `logits`
-    - `penjing serve build/net-int8`, any other network, for `Client().infer({"x": array})`: model `graph`, with
-      the network's own inputs and outputs
-    - `penjing serve llm=build/smollm2-int8 embed=build/minilm-int8 --openai 8080`: several models behind one front
-    - `penjing serve llm=build/smollm2-int8 --openai 8080 --adapter llm:alice=FOLDER`: also the model `llm:alice`
-    - `penjing serve llm:1=build/a llm:2=build/b --share llm:2=0.1 --openai 8080`: two versions of one
+    - `penjing serve build/smollm2-int8 --openai 8080 # for clients of OpenAI at http://localhost:8080/v1`
+    - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002 # a classifier, of images`
+    - `penjing serve build/net-int8 # any other network, by its own inputs and outputs`
+    - `penjing serve llm=build/smollm2-int8 embed=build/minilm-int8 --openai 8080 # several models, one front`
+    - `penjing serve llm=build/smollm2 --openai 8080 --adapter llm:alice=build/alice # also the model llm:alice`
+    - `penjing serve llm:1=build/a llm:2=build/b --share llm:2=0.1 --openai 8080 # two versions of a model`
+
+    Clients: `penjing chat`, `penjing.Client` in Python, or any client of Triton server: of a classifier
+    `Client().classify(images)`, of any other network `Client().infer({"x": array})`.
     """
     from penjing.serve.fleet.names import adapter_settings, are_named, read_names
     from penjing.serve.fleet.plan import make_plan
@@ -191,7 +191,13 @@ def stop(
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="The gRPC port of the server to stop.")] = 8001,
     timeout: Annotated[float, typer.Option(help="Seconds to let running answers finish.")] = 30.0,
 ) -> None:
-    """Drain and stop a server that `penjing serve --detach` started, with all of its models."""
+    """Drain and stop a server that `penjing serve --detach` started, with all of its models.
+
+    Examples:
+
+    - `penjing stop`
+    - `penjing stop --grpc-port 9001 --timeout 5`
+    """
     from penjing.serve.supervisor.stop import stop as run
 
     run(grpc_port, timeout=timeout)
@@ -213,7 +219,7 @@ def chat(
     Examples:
 
     - `penjing chat --server localhost:8001`
-    - `penjing chat --image photo.jpg`, with a model that sees
+    - `penjing chat --image photo.jpg # with a model that sees`
     """
     from penjing.serve.client.chat import chat as run
     from penjing.serve.sight.wire import read_image
@@ -224,7 +230,10 @@ def chat(
 
 @server_app.command("install")
 def server_install() -> None:
-    """Fetch and unpack the embedded Triton server (55 MB, once, checksum verified)."""
+    """Fetch and unpack the embedded Triton server (55 MB, once, checksum verified).
+
+    Example: `penjing server install`
+    """
     from penjing.serve.supervisor.install import install_to_terminal
 
     install_to_terminal()
@@ -232,7 +241,10 @@ def server_install() -> None:
 
 @server_app.command("status")
 def server_status() -> None:
-    """Show which Triton server would run and what is running."""
+    """Show which Triton server would run and what is running.
+
+    Example: `penjing server status`
+    """
     from penjing.serve.fleet.status import status_to_terminal
 
     status_to_terminal()
@@ -293,9 +305,9 @@ def bench_server(
 
     Examples:
 
-    - `penjing bench server build/smollm2-int8 --server localhost:8001`: tokens a second, latencies
-    - `penjing bench server build/resnet-fashion-int8`: images a second beside ONNX Runtime
-    - `penjing bench server build/minilm-int8`: texts a second beside ONNX Runtime
+    - `penjing bench server build/smollm2-int8 --server localhost:8001 # tokens a second, latencies`
+    - `penjing bench server build/resnet-fashion-int8 # images a second beside ONNX Runtime`
+    - `penjing bench server build/minilm-int8 # texts a second beside ONNX Runtime`
     - `penjing bench server --openai localhost:8080 --scenario chat --rate 2 --report out.html`
     """
     from penjing.core.progress import progress_bar

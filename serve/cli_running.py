@@ -43,7 +43,10 @@ def models_unload(
     name: Annotated[str, typer.Argument(metavar="NAME[:VERSION]", help="What is taken away.", show_default=False)],
     grpc_port: Port = 8001,
 ) -> None:
-    """Take a model away: it gets no more requests, and ends when its answers have."""
+    """Take a model away: it gets no more requests, and ends when its answers have.
+
+    Example: `penjing models unload llm:1`
+    """
     from penjing.serve.fleet.commands import unload_to_terminal
 
     unload_to_terminal(grpc_port, name)
@@ -84,7 +87,10 @@ def models_rollback(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of a model with versions.", show_default=False)],
     grpc_port: Port = 8001,
 ) -> None:
-    """Give the versions of a model the shares that they had before `share` or `promote` last changed them."""
+    """Give the versions of a model the shares that they had before `share` or `promote` last changed them.
+
+    Example: `penjing models rollback llm`
+    """
     from penjing.serve.fleet.commands import rollback_to_terminal
 
     rollback_to_terminal(grpc_port, name)
@@ -92,7 +98,10 @@ def models_rollback(
 
 @models_app.command("list")
 def models_list(grpc_port: Port = 8001) -> None:
-    """Show the models of a server that runs, their states and shares."""
+    """Show the models of a server that runs, their states and shares.
+
+    Example: `penjing models list`
+    """
     from penjing.serve.fleet.commands import show_models
 
     show_models(grpc_port)
@@ -119,7 +128,10 @@ def adapters_add(
 
 @adapters_app.command("remove")
 def adapters_remove(adapter: Adapter, grpc_port: Port = 8001) -> None:
-    """Refuse requests for an adapter from now on; answers that it has begun go on."""
+    """Refuse requests for an adapter from now on; answers that it has begun go on.
+
+    Example: `penjing adapters remove llm:alice`
+    """
     from penjing.serve.fleet.adapters import remove_adapter
 
     remove_adapter(grpc_port, adapter)
@@ -127,7 +139,10 @@ def adapters_remove(adapter: Adapter, grpc_port: Port = 8001) -> None:
 
 @adapters_app.command("list")
 def adapters_list(grpc_port: Port = 8001) -> None:
-    """Show the adapters of a server that runs."""
+    """Show the adapters of a server that runs.
+
+    Example: `penjing adapters list`
+    """
     from penjing.serve.fleet.adapters import show_adapters
 
     show_adapters(grpc_port)
@@ -164,7 +179,10 @@ def keys_add(
 
 @keys_app.command("list")
 def keys_list(file: KeyFile = Path("keys.toml")) -> None:
-    """Show names, dates and limits."""
+    """Show names, dates and limits.
+
+    Example: `penjing keys list`
+    """
     from penjing.serve.access.commands import list_to_terminal
 
     list_to_terminal(file)
@@ -174,7 +192,10 @@ def keys_list(file: KeyFile = Path("keys.toml")) -> None:
 def keys_revoke(
     name: Annotated[str, typer.Argument(help="Whose key.", show_default=False)], file: KeyFile = Path("keys.toml")
 ) -> None:
-    """Refuse a key from now on; servers that run know it at once."""
+    """Refuse a key from now on; servers that run know it at once.
+
+    Example: `penjing keys revoke alice`
+    """
     from penjing.serve.access.commands import revoke_to_terminal
 
     revoke_to_terminal(file, name)

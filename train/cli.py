@@ -51,11 +51,11 @@ def train(
     Examples:
 
     - `penjing train recipes/decoder-tiny.toml --set steps=200 --set precision.mode=fp32`
-    - `penjing train recipes/decoder-tiny.toml --resume auto` goes on after Ctrl-C, a kill or a crash
-    - `penjing train recipes/resnet-fashion.toml --launch 2` shares the batch between two processes
-    - `penjing train recipes/decoder-tiny.toml --set parallel.pp=2 --set parallel.zero=3 --launch 4` shares the model
-    - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml` runs on many nodes
-    - `tensorboard --logdir build/decoder-tiny-run` shows the curves
+    - `penjing train recipes/decoder-tiny.toml --resume auto # goes on after Ctrl-C, a kill or a crash`
+    - `penjing train recipes/resnet-fashion.toml --launch 2 # shares the batch between two processes`
+    - `penjing train recipes/decoder-tiny.toml --set parallel.pp=2 --set parallel.zero=3 --launch 4 # shares the model`
+    - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml # runs on many nodes`
+    - `tensorboard --logdir build/decoder-tiny-run # shows the curves`
     """
     if launch is not None:
         from penjing.train.launch.launch import launch as start

