@@ -99,8 +99,7 @@ class TerminalProgress:
 
         class Status(ProgressColumn):
             def render(self, task: Task) -> Text:
-                left = "-:--" if task.time_remaining is None else clock(task.time_remaining)
-                return Text(task.fields["status"] or f"left {left}", no_wrap=True, overflow="ellipsis")
+                return Text(task.fields["status"] or f"left {time_left(task)}", no_wrap=True, overflow="ellipsis")
 
         class Elapsed(ProgressColumn):
             def render(self, task: Task) -> Text:
@@ -149,6 +148,14 @@ def progress_bar() -> Iterator[Progress]:
         plain = PlainProgress()
         yield plain
         plain.finish()
+
+
+def time_left(task: Any) -> str:
+    """The time to go of rich's `task`: by the speed of the last 30 s, or of all parts where one takes longer."""
+    seconds = task.time_remaining
+    if seconds is None and task.completed and task.elapsed:
+        seconds = task.elapsed * (task.total / task.completed - 1)
+    return "-:--" if seconds is None else clock(seconds)
 
 
 def clock(seconds: float) -> str:

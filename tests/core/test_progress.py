@@ -5,7 +5,7 @@ from rich.console import Console
 
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError
-from penjing.core.progress import PlainProgress, TerminalProgress, _flatten, clock, print_table, printable
+from penjing.core.progress import PlainProgress, TerminalProgress, _flatten, clock, print_table, printable, time_left
 
 
 def test_plain_progress_prints_one_line_a_task(capsys):
@@ -40,6 +40,18 @@ def test_a_terminal_shows_the_status_in_place_of_the_time_to_go():
     shown = io.StringIO()
     Console(file=shown, width=100).print(progress.bar.get_renderable())
     assert re.search(r"training .*40%.* 0:00 step 4/10 left 0:06 loss 1.2345", shown.getvalue())
+
+
+def test_the_time_to_go_is_known_where_a_part_takes_longer_than_rich_looks_back():
+    now = [0.0]
+    progress = TerminalProgress()
+    progress.bar.get_time = lambda: now[0]
+    progress.start("loading", 4)
+    assert time_left(progress.bar.tasks[0]) == "-:--"
+    for _ in range(2):
+        now[0] += 60.0
+        progress.advance()
+    assert time_left(progress.bar.tasks[0]) == "2:00"
 
 
 def test_brackets_of_names_are_shown(capsys, monkeypatch):
