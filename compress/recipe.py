@@ -28,6 +28,7 @@ from penjing.compress.steps.registry import parse_step
 from penjing.core.config import Config, apply_override, dump_toml, parse_config, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.family import FamilyName, family_of
+from penjing.core.recipes import check_stage
 
 
 class Guard(Config):
@@ -95,6 +96,7 @@ def load_recipe(
     values = deepcopy(source) if isinstance(source, dict) else read_recipe(source)
     for override in overrides or []:
         apply_override(values, override)
+    check_stage(values, name, "compress")
     refuse_old_sections(values, name)
     entries = values.get("steps")
     if not isinstance(entries, list) or not entries:

@@ -179,7 +179,7 @@ def guarded(work: Callable[[], int]) -> int:
     except PenjingError as error:
         return _fail(error, str(error), error.exit_code)
     except TyperException as error:
-        message = error.format_message().rstrip(".")
+        message = " ".join(error.format_message().replace(": Value error, ", ": ").split()).rstrip(".")
         if not message:  # a group without a command: its help was shown in place of a message
             return ConfigError.exit_code
         command = getattr(getattr(error, "ctx", None), "command_path", "penjing")

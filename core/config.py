@@ -61,6 +61,10 @@ def read_recipe(path: Path, overrides: list[str] | None = None) -> dict[str, Any
     Raises:
         ConfigError: unreadable file, TOML syntax, an override of another form.
     """
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder, not a recipe; name a TOML file, or a recipe that 'penjing recipe list' shows"
+        )
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else named_recipe(str(path))
         values = tomllib.loads(text)
@@ -169,7 +173,10 @@ def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
     if entry["type"].startswith("union_tag_"):
         return _explain_kind(forms, entry, where)
     if entry["type"] != "extra_forbidden":
-        message = entry["msg"][:1].lower() + entry["msg"][1:].replace("a valid tuple", "a list")  # as TOML calls it
+        if entry["type"] == "value_error":  # what a validator of ours says, behind pydantic's "Value error, "
+            message = str(entry["ctx"]["error"])
+        else:
+            message = entry["msg"][:1].lower() + entry["msg"][1:].replace("a valid tuple", "a list")  # as TOML calls it
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
     valid = sorted(owner.model_fields) if owner is not None else []
     near = difflib.get_close_matches(where.rpartition(".")[2], valid, n=1)

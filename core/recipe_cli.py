@@ -22,8 +22,9 @@ def list_() -> None:
 
     recipes = known_recipes()
     width = max(len(each.name) for each in recipes)
+    stage = max(len(each.stage) for each in recipes)
     for each in recipes:
-        print(f"{each.name:{width}}  {each.stage:8}  {each.summary}")
+        print(f"{each.name:{width}}  {each.stage:{stage}}  {each.summary}")
 
 
 @recipe_app.command("new")

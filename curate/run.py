@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from penjing.core.config import load_recipe, parse_config
+from penjing.core.config import parse_config, read_recipe
 from penjing.core.errors import InputError
 from penjing.core.files import check_replaceable, publish_folder, writing
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, write_manifest
 from penjing.core.progress import Progress, Silent
+from penjing.core.recipes import check_stage
 from penjing.core.text.records import arrow_module
 from penjing.core.text.source_files import SHARDS
 from penjing.curate.alone import alone_in
@@ -52,8 +53,10 @@ def curate(
     Raises:
         PenjingError: see `core.errors`; one line that names the setting or file.
     """
+    values = read_recipe(recipe_path, overrides)
+    check_stage(values, str(recipe_path), "curate")
     return curate_recipe(
-        load_recipe(CurateRecipe, recipe_path, overrides),
+        parse_config(CurateRecipe, values, str(recipe_path)),
         f"penjing curate {recipe_path}",
         force=force,
         progress=progress,

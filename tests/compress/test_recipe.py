@@ -27,6 +27,13 @@ def read(folder: Path, text: str, *overrides: str) -> Recipe:
     return load_recipe(path, list(overrides), family="decoder")
 
 
+def test_a_recipe_of_another_stage_is_named_with_its_command(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('steps = 5\noutput = "o"\n[model]\narchitecture = "decoder"\n')
+    with pytest.raises(ConfigError, match=r"train.toml is a recipe of 'penjing train', not of 'penjing compress'"):
+        load_recipe(path)
+
+
 @pytest.mark.parametrize(
     ("text", "override", "message"),
     [

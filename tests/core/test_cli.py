@@ -57,6 +57,11 @@ def test_the_version_is_that_of_the_package():
         (["serve"], "Missing argument"),
         (["serve", "x", "--grpc-port", "99999999"], "--grpc-port"),
         (["generate", "x", "y", "--temperature", "hot"], "--temperature"),
+        (
+            ["recipe", "keys"],
+            "Missing argument 'stage'. Choose from: compress, compress-search, curate, search, train.",
+        ),
+        (["recipe", "keys", "cook"], "Invalid value for 'stage': 'cook' is not one of"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments, message):

@@ -118,6 +118,8 @@ def test_missing_and_malformed_recipes(tmp_path):
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_recipe(Recipe, tmp_path / "bad.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"is a folder, not a recipe; name a TOML file"):
+        load_recipe(Recipe, tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_recipe(Recipe, tmp_path / "binary.toml")
 

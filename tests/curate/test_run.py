@@ -25,6 +25,11 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("ftfy")
 
 
+def test_a_recipe_of_another_stage_is_named_with_its_command() -> None:
+    with pytest.raises(ConfigError, match="decoder-tiny is a recipe of 'penjing train', not of 'penjing curate'"):
+        running.curate(Path("decoder-tiny"))
+
+
 def test_one_of_each_cluster_is_kept_the_first(tmp_path: Path) -> None:
     made = recipe(tmp_path, sources(tmp_path / "in"))
     found = kept(made)

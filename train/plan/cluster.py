@@ -95,6 +95,8 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         ConfigError: the file is missing, is no TOML, or holds something else; names the key.
     """
+    if not path.is_file():
+        raise ConfigError(f"--cluster {path} is no file; write one that describes pools of machines (docs/parallel.md)")
     return parse_config(Cluster, read_recipe(path), str(path))
 
 
