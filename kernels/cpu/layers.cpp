@@ -1,0 +1,201 @@
+#include "layers.h"
+
+#include "attention.h"
+
+namespace penjing {
+
+Layers::Layers(const PjModel& model, const StepRows& step)
+    : model_(model), step_(step), layers_(model.layers, model.layers + model.num_layers) {
+    bool all_keys = false;
+    for (const PjLayer& layer : layers_) {
+        whole_gate_ = whole_gate_ && layer.num_gate_up == 1;
+        norms_after_ = norms_after_ || layer.out_norm;
+        all_keys = all_keys || layer.window == 0;
+        widest_ = std::max(widest_, layer.window);
+    }
+    if (all_keys) widest_ = 0;
+}
+
+Buffers Layers::carve_buffers(Carver& carver, int64_t rows) const {
+    Buffers b{};
+    const size_t r = static_cast<size_t>(rows);
+    b.rows = carve_rows(carver, rows, input_size());
+    b.rows.x = carver.take<float>(r * static_cast<size_t>(input_size()));
+    b.act = carver.take<float>(r * static_cast<size_t>(act_size()));
+    b.gated = carver.take<float>(step_.rank > 0 ? r * static_cast<size_t>(model_.intermediate) : 0);
+    b.low = carver.take<float>(r * static_cast<size_t>(MOST_TOGETHER * step_.rank));
+    b.made = carver.take<float>(norms_after_ ? r * static_cast<size_t>(model_.hidden) : 0);
+    return b;
+}
+
+PjPages Layers::pages(int64_t layer) const {
+    const int64_t rows = step_.in.num_blocks * step_.in.block_size * model_.num_kv_heads;
+    const int64_t bytes = rows * model_.head_dim * element_bytes(step_.in.pool_dtype);
+    char* k = static_cast<char*>(step_.in.pool) + layer * 2 * bytes;
+    float* scale = step_.in.pool_scale ? step_.in.pool_scale + layer * 2 * rows : nullptr;
+    PjPages pages{k, k + bytes, scale, scale ? scale + rows : nullptr, step_.in.num_blocks, step_.in.block_size,
+                  model_.num_kv_heads, model_.head_dim, nullptr, nullptr, step_.in.pool_dtype,
+                  step_.in.block_size % CHOICE_KEYS == 0};
+    if (chooses(layer)) {
+        const int64_t halves = step_.in.choosing[layer] * rows / step_.in.selection.block * 2;
+        pages.summary = step_.in.summary + halves * model_.head_dim;
+        pages.summary_scale = step_.in.summary_scale + halves;
+    }
+    return pages;
+}
+
+// Norm, projections, head norms, rotation, keys and values into their pages. Ends with a barrier.
+void Layers::head(const Team& team, int64_t index, int64_t row, int64_t count, const Buffers& b) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t hidden = model_.hidden;
+    each_row(team, count, layer.qkv[0], [&](int64_t i) {
+        enter_norm(layer.input_norm, b.rows, i, step_.hidden + (row + i) * hidden);
+        quantize(layer.qkv, layer.num_qkv, b.rows, i);
+    });
+    float* out = step_.qkv + row * qkv_size();
+    for (int i = 0; i < layer.num_qkv; ++i) {
+        apply_linear(*step_.ops, layer.qkv[i], b.rows, count, team.member, team.members, out, qkv_size(), false);
+        out += layer.qkv[i].n;
+    }
+    float *q = step_.qkv + row * qkv_size(), *k = q + q_size(), *v = k + kv_size();
+    adapt(team, index, step_.rank > 0 ? step_.in.adapter + row : nullptr, count, b.rows.x, hidden, b.low,
+          {{PROJ_Q, q, qkv_size(), 16}, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16}});
+    sync(team, layer.out);
+    if (layer.whole_norm) norm_heads(team, layer, row, count);
+    const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
+    for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i)
+        store_rotated(index, row + i / parts, i % parts);
+    sync(team, layer.out);
+}
+
+// Norms that span all heads of a token's queries or keys. Ends with a barrier.
+void Layers::norm_heads(const Team& team, const PjLayer& layer, int64_t row, int64_t count) const {
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
+        float *q = step_.qkv + (row + i) * qkv_size(), *k = q + q_size();
+        step_.ops->rms_norm_row(q, layer.q_norm, q_size(), model_.eps, q);
+        step_.ops->rms_norm_row(k, layer.k_norm, kv_size(), model_.eps, k);
+    }
+    sync(team, layer.out);
+}
+
+// One head of one token: parts are the query heads, then keys, then values.
+void Layers::store_rotated(int64_t index, int64_t row, int64_t part) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t head_dim = model_.head_dim;
+    const bool is_value = part >= model_.num_heads + model_.num_kv_heads;
+    float* x = step_.qkv + row * qkv_size() + part * head_dim;
+    const bool is_query = part < model_.num_heads;
+    if (!is_value) {
+        const float* norm = is_query ? layer.q_norm : layer.k_norm;
+        const bool of_head = norm && !layer.whole_norm;
+        if (of_head && !layer.norm_rotated) step_.ops->rms_norm_row(x, norm, head_dim, model_.eps, x);
+        const int64_t angle = (layer.rotary * model_.num_positions + step_.in.positions[row]) * (head_dim / 2);
+        step_.ops->rotate_head(x, model_.cos + angle, model_.sin + angle, head_dim);
+        if (of_head && layer.norm_rotated) step_.ops->rms_norm_row(x, norm, head_dim, model_.eps, x);
+    }
+    const int64_t slot = step_.in.slots[row];
+    if (is_query || slot < 0) return;
+    const int64_t kv_head = (part - model_.num_heads) % model_.num_kv_heads;
+    store_key_value(*step_.ops, pages(index), slot, kv_head, is_value ? nullptr : x, is_value ? x : nullptr);
+}
+
+// What the adapters of some rows add to projections of one input, which the team has computed or is computing. Ends
+// without a barrier.
+void Layers::adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
+                    float* low, std::initializer_list<LowRankOut> outs) const {
+    if (step_.rank == 0) return;
+    const LowRankCall call{*step_.ops, step_.in.adapters, who, layer, count, x, ldx, low, step_.rank, outs.begin(),
+                           static_cast<int>(outs.size())};
+    low_rank(call, team);
+}
+
+// hidden += norm(made), row by row. Ends with a barrier.
+void Layers::add_normed(const Team& team, const float* norm, float* made, int64_t count, float* hidden,
+                         const PjLinear& after) const {
+    const int64_t width = model_.hidden;
+    for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
+        float *x = made + i * width, *to = hidden + i * width;
+        step_.ops->rms_norm_row(x, norm, width, model_.eps, x);
+        for (int64_t j = 0; j < width; ++j) to[j] += x[j];
+    }
+    sync(team, after);
+}
+
+// Output projection and MLP, each added to `hidden`; the order changes nothing where both are of one input. Ends with a
+// barrier.
+void Layers::tail(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
+                   int64_t count, const Buffers& b, const PjLinear& after) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    if (layer.parallel) {
+        mlp(team, index, hidden, who, count, b, layer.out);
+        project(team, index, hidden, attended, who, count, b, after);
+    } else {
+        project(team, index, hidden, attended, who, count, b, layer.gate_up[0]);
+        mlp(team, index, hidden, who, count, b, after);
+    }
+}
+
+// What attention gives, added to `hidden`. Ends with a barrier.
+void Layers::project(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
+                      int64_t count, const Buffers& b, const PjLinear& after) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t width = model_.hidden, heads = q_size();
+    each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
+    const bool after_norm = layer.out_norm != nullptr;
+    float* made = after_norm ? b.made : hidden;
+    apply_linear(*step_.ops, layer.out, b.rows, count, team.member, team.members, made, width, !after_norm);
+    adapt(team, index, who, count, attended, heads, b.low, {{PROJ_OUT, made, width, 16}});
+    sync(team, after);
+    if (after_norm) add_normed(team, layer.out_norm, made, count, hidden, after);
+}
+
+// Norm and MLP, added to `hidden`. Ends with a barrier.
+void Layers::mlp(const Team& team, int64_t index, float* hidden, const int32_t* who, int64_t count, const Buffers& b,
+                  const PjLinear& after) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t width = model_.hidden, inner = layer.down.k;
+    const bool after_norm = layer.down_norm != nullptr;
+    float* made = after_norm ? b.made : hidden;
+    each_row(team, count, layer.gate_up[0], [&](int64_t i) {
+        enter_norm(layer.post_norm, b.rows, i, hidden + i * width);
+        quantize(layer.gate_up, layer.num_gate_up, b.rows, i);
+    });
+    const bool pair = layer.gated != 0, whole = layer.num_gate_up == 1, opened = pair && whole && step_.rank > 0;
+    PjLinear first = layer.gate_up[0];
+    if (opened) {  // adapters add to gate and up: the pair's columns as they are packed, and the product afterwards
+        first.n = padded_columns(first);
+        first.swiglu = 0;
+    }
+    const int64_t stride = opened ? first.n : whole ? inner : 2 * inner;
+    apply_linear(*step_.ops, first, b.rows, count, team.member, team.members, b.act, stride, false);
+    if (!whole)
+        apply_linear(*step_.ops, layer.gate_up[1], b.rows, count, team.member, team.members, b.act + inner, stride,
+                     false);
+    const LowRankOut gate{PROJ_GATE, b.act, stride, opened ? 32 : 16};
+    const LowRankOut up{PROJ_UP, b.act + (opened ? 16 : inner), stride, opened ? 32 : 16};
+    if (pair) adapt(team, index, who, count, b.rows.x, width, b.low, {gate, up});
+    else adapt(team, index, who, count, b.rows.x, width, b.low, {gate});
+    sync(team, layer.down);
+    const auto product = layer.activation ? step_.ops->geglu_row : step_.ops->swiglu_row;
+    each_row(team, count, layer.down, [&](int64_t i) {
+        const float* act = b.act + i * stride;
+        if (!pair || !whole || opened) {
+            float* to = (step_.rank > 0 ? b.gated : b.rows.x) + i * inner;
+            if (!pair) step_.ops->activate_row(act, layer.activation, inner, to);
+            else if (opened) open_gated_row(product, act, inner, to);
+            else product(act, act + inner, inner, to);
+            act = to;
+        }
+        if (layer.hadamard > 0) {
+            step_.ops->hadamard_row(act, inner, layer.hadamard, b.rows.x + i * inner);
+            act = b.rows.x + i * inner;
+        }
+        enter(layer.down, b.rows, i, act);
+    });
+    apply_linear(*step_.ops, layer.down, b.rows, count, team.member, team.members, made, width, !after_norm);
+    adapt(team, index, who, count, b.gated, inner, b.low, {{PROJ_DOWN, made, width, 16}});
+    sync(team, after);
+    if (after_norm) add_normed(team, layer.down_norm, made, count, hidden, after);
+}
+
+}  // namespace penjing
