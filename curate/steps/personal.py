@@ -59,7 +59,6 @@ def find_personal(text: str, kinds: tuple[Kind, ...] = KINDS, regions: tuple[str
 
 
 # --- e-mail ---------------------------------------------------------------------------------------------------------
-_LOCAL = re.compile(r"[^\W_](?:[\w.!#$%&'*+/=?^`{|}~-]*[\w+=~-])?\Z|\w\Z")  # of what stands before an @
 _DOMAIN = re.compile(r"(?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8}([^\W\d_]{2,24}|xn--[a-z0-9-]{2,59})(?![\w@])")
 _RESERVED_DOMAIN = re.compile(r"(?:^|\.)(?:example(?:\.(?:com|org|net|edu))?|test|invalid|localhost|local)$")
 _NO_DOMAIN = frozenset(  # files, and units of systemd

@@ -26,7 +26,6 @@ from triton.compiler import ASTSource
 from penjing.kernels.gpu.registry import OPERATIONS, Variant, variants
 
 ARCH = 90  # sm_90: H100, H200
-MAX_REGISTERS = 255  # a thread's, on every architecture so far
 
 
 @dataclass(frozen=True)
