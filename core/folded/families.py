@@ -16,6 +16,7 @@ from penjing.core.folded.fold import (
     Values,
     config_of,
     count_of,
+    flag_of,
     latent_of,
     number_of,
     partial_of,
@@ -54,7 +55,11 @@ def fold_from_hf(values: Values, source: str) -> Fold:
     if not isinstance(named, list) or not {FOLDED[kind], family.also} & set(map(str, named)):
         said = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         raise InputError(f"{source}: {said} is not a language model; take a {FOLDED[kind]} folder")
-    given = family.defaults | {name: each for name, each in values.items() if each is not None or name in _NONE}
+    usual = family.defaults
+    if "rope_parameters" in usual and values.get("rope_scaling"):  # as older folders call them: none is usual beside it
+        theta = usual["rope_parameters"]["rope_theta"]
+        usual = usual | {"rope_theta": theta, "rope_parameters": values["rope_scaling"]}
+    given = usual | {name: each for name, each in values.items() if each is not None or name in _NONE}
     activation = given.get("hidden_activation") or given.get("hidden_act") or family.activations[0]
     if activation not in family.activations:
         known = " or ".join(family.activations)
@@ -188,9 +193,11 @@ def _youtu(values: Values, source: str) -> Fold:
 def _nanochat(values: Values, source: str) -> Fold:
     cap = values["final_logit_softcapping"]
     capped: Values = {} if cap is None else {"logit_cap": number_of(values, "final_logit_softcapping", source)}
-    config = config_of(values, source, qk_norm=True, mlp_gated=False, activation="relu2", **capped)
+    # The embedding is normed when it is looked up, and not as a head.
+    tied, how = flag_of(values, "tie_word_embeddings", source), {"mlp_gated": False, "activation": "relu2"}
+    config = config_of(values, source, qk_norm=True, tie_word_embeddings=False, **how, **capped)
     names = {"mlp.gate_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
-    return Fold(config, names, plain_norms=True, normed=True, backwards=True)
+    return Fold(config, names, plain_norms=True, normed=True, backwards=True, tied=tied)
 
 
 def _ministral(values: Values, source: str) -> Fold:
@@ -221,17 +228,27 @@ _FAMILIES: dict[str, Family] = (
                 "num_key_value_heads": 4,
                 "no_rope_layer_interval": 4,
                 "tie_word_embeddings": True,
+                "rope_theta": 2e6,
             },
         ),
         "olmo2": Family(_olmo2, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
-        "olmo3": Family(_olmo3, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096}),
+        "olmo3": Family(
+            _olmo3,
+            {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
+        ),
         "phi3": Family(_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
         "exaone4": Family(_exaone4, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "num_key_value_heads": 32}),
         "glm": Family(_glm, _GLM),
         "glm4": Family(_glm, _GLM),
         "helium": Family(
             _interleaved,
-            {"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128},
+            {
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-8,
+                "num_key_value_heads": 20,
+                "head_dim": 128,
+                "rope_theta": 100000.0,
+            },
         ),
         "ernie4_5": Family(
             _interleaved,
@@ -296,7 +313,11 @@ _FAMILIES: dict[str, Family] = (
                 },
             },
         ),
-        "nanochat": Family(_nanochat, {"max_position_embeddings": 2048, "final_logit_softcapping": 15.0}, ("relu2",)),
+        "nanochat": Family(
+            _nanochat,
+            {"max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "tie_word_embeddings": False},
+            ("relu2",),
+        ),
         "hunyuan_v1_dense": Family(_hunyuan, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
         "youtu": Family(_youtu, {"max_position_embeddings": 131072, "tie_word_embeddings": True}),
         "seed_oss": Family(

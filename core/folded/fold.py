@@ -38,7 +38,7 @@ class Fold:
         centred: norms subtract the mean there (see `FoldedCheckpoint`).
         stored: of a folder with centred norms what it holds of "norm" (weights of norms), "shift" (their biases) and
             biases of "qkv", "out", "mlp", "head". What it does not hold is 1 or 0.
-        tied: the head is the embedding there.
+        tied: the head is the embedding there, and a matrix of its own here.
         plain_norms: norms have no weights there.
         normed: the embedding passes the last norm, before the first layer, too.
         unused: ends of names of tensors that older checkpoints store and nothing reads.

@@ -136,7 +136,7 @@ class FoldedCheckpoint(Checkpoint):
         layer, leaf = _split(name)
         module, _, kind = leaf.rpartition(".")
         if layer is None:
-            module = "model.embed_tokens" if fold.tied and fold.centred and module == "lm_head" else module
+            module = "model.embed_tokens" if fold.tied and module == "lm_head" else module
             return f"{fold.outside.get(module, module)}.{kind}", None
         rows = None
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim

@@ -190,6 +190,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "youtu": ("youtu", LATENT, "penjing"),
     "youtu_plain": ("youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}, "penjing"),
     "nanochat": ("nanochat", {"final_logit_softcapping": 1.5}, "penjing"),
+    "nanochat_tied": ("nanochat", {"tie_word_embeddings": True}, "penjing"),
     "jais2": ("jais2", {}, "penjing"),
     "jais2_plain": ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}, "penjing"),
     "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
@@ -223,6 +224,27 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, tiny_checkp
         expected = reference(tokens).logits
         found = load_model(out).model(tokens)
     assert float(expected.std()) > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", ["smollm3", "olmo3", "helium", "cwm", "ministral3"])
+@pytest.mark.parametrize("said", ["nothing", "as transformers 4"])
+def test_rotary_settings_that_are_left_out_or_have_older_names_are_those_of_transformers(
+    case: str, said: str, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
+    path = tmp_path / "hf" / "config.json"
+    values = json.loads(path.read_text())
+    del values["rope_parameters"]
+    scaling = {name: value for name, value in LLAMA_4.items() if name != "rope_theta"}
+    older = {"rope_theta": LLAMA_4["rope_theta"], "rope_scaling": scaling}
+    path.write_text(json.dumps(values | (older if said != "nothing" else {})))
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    out = import_model(str(tmp_path / "hf"), tmp_path / "out")
+    tokens = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+        found = load_model(out).model(tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5 * float(expected.abs().max()))
 
 
