@@ -147,6 +147,10 @@ ESCAPES = [
     "{{ '%s' % messages }}",
     "{{ '{0.__class__}'.format(messages) }}",
     "{{ messages | map('format', '{0.__class__}') | list }}",
+    "{{ '{0[0].__class__}'.format(messages) }}",
+    "{{ '{m.__class__}'.format_map({'m': messages}) }}",
+    "{{ ('{0.__class__}' | string).format(messages) }}",
+    "{{ '{}'['format'].__globals__ }}",
     "{{ messages | map(attribute='__class__') | list }}",
     "{{ messages.append(1) }}",
     "{{ messages[0].update({'role': 'x'}) }}",
@@ -202,6 +206,7 @@ BOMBS = {
     "ljust": "{{ 'a'.ljust(10000000000) }}",
     "zfill": "{{ 'a'.zfill(width=10000000000) }}",
     "format": "{{ '{:>10000000000}'.format('a') }}",
+    "format of a long text": DOUBLING.replace("DOUBLE", "'{0}{0}'.format(ns.x)"),
     "percent": "{{ '%10000000000d' % 1 }}",
     "format filter": "{{ '%10000000000d' | format(1) }}",
     "expandtabs": "{{ '\t'.expandtabs(10000000000) }}",
@@ -248,6 +253,16 @@ def test_a_template_cannot_run_for_long_or_fill_the_memory(name: str) -> None:
         render(BOMBS[name])
     assert time.process_time() - began < 3
     assert len(str(caught.value)) < 2000
+
+
+def test_a_text_is_filled_in_as_python_does() -> None:
+    """Tencent's Hunyuan 3 writes its special tokens so."""
+    assert render("{% set t = '<{}:x>' %}{{ t.format('a') }}{{ t.format(1.5) }}") == "<a:x><1.5:x>"
+    assert render("{{ '{1}{0}{{}}{role}|{}'.replace('|{}', '').format('a', none, role=true) }}") == "Nonea{}True"
+    with pytest.raises(RequestError, match="fails on them"):
+        render("{{ '{}{}'.format('a') }}")
+    with pytest.raises(InputError, match=r"plain fields alone, not '0\.real'"):
+        render("{{ '{0.real}'.format(1) }}")
 
 
 def test_an_ordinary_long_chat_is_within_the_budget() -> None:
