@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penjing.core.errors import InputError
@@ -75,10 +75,26 @@ def source_files(source: str) -> list[tuple[AnyFile, str]]:
     ]
 
 
-def domain_of(record: Record, source: str) -> str:
-    """The domain of a document for mixtures: what it says itself, else what its source is called."""
+def domain_names(sources: Sequence[str]) -> dict[str, str]:
+    """Source → the domain of its documents for mixtures: the end of its path that no other source has, most often its
+    name alone."""
+    parts = {source: source.removeprefix("builtin:").rstrip("/").split("/") for source in sources}
+
+    def taken(source: str, length: int) -> bool:
+        end = parts[source][-length:]
+        return any(other[-length:] == end for name, other in parts.items() if name != source)
+
+    shortest = {
+        source: next((length for length in range(1, len(own)) if not taken(source, length)), len(own))
+        for source, own in parts.items()
+    }
+    return {source: "/".join(own[-shortest[source] :]) for source, own in parts.items()}
+
+
+def domain_of(record: Record, name: str) -> str:
+    """The domain of a document: what it says itself, else the `name` of its source."""
     said = record.fields.get("domain")
-    return said if isinstance(said, str) and said else source.removeprefix("builtin:").rstrip("/").rpartition("/")[2]
+    return said if isinstance(said, str) and said else name
 
 
 def name_place(name: str) -> float:

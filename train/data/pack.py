@@ -30,7 +30,7 @@ from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.records import Record
 from penjing.core.text.source_files import remote_files_below
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.corpora import documents, domain_of, size_of
+from penjing.train.data.corpora import documents, domain_names, domain_of, size_of
 from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard_dtype, write_index
 from penjing.train.data.survey import Survey, forget_survey, load_survey, survey
 
@@ -118,7 +118,8 @@ def pack(
     template = None if tokenizer is None else ChatTemplate.from_folder(tokenizer)
     if (split := load_survey(folder)) is None:
         progress.start("looking for near duplicates", size)
-        everything = ((record, source) for source in sources for record in documents(source, column))
+        names = domain_names(sources)
+        everything = ((record, names[source]) for source in sources for record in documents(source, column))
         written, said = partial(_written, template=template), domain_of if by_domain else None
         split = survey(everything, written, held_out, most_damaged, folder, progress, said)
         split.save(folder)
@@ -198,7 +199,7 @@ class _Texts:
         self._sources, self._column, self._split, self._template = sources, column, split, template
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
-        index = 0
+        index, names = 0, domain_names(self._sources)
         for source in self._sources:
             for record in documents(source, self._column):
                 if not isinstance(record, Record):
@@ -207,7 +208,7 @@ class _Texts:
                     text = _written(record, self._template)
                 except RequestError:  # the survey has counted it as damaged
                     continue
-                yield domain_of(record, source), *self._split.parts(index, text)
+                yield domain_of(record, names[source]), *self._split.parts(index, text)
                 index += 1
 
 
@@ -281,6 +282,7 @@ def _fingerprint(
     by_domain: bool,
 ) -> str:
     facts: list[object] = [_LAYOUT, sources, vocab_size, held_out, column, most_damaged, by_domain]
+    facts += domain_names(sources).values() if by_domain else ()
     for source in sources:
         if source.startswith("builtin:"):
             facts.append(platform.python_version())

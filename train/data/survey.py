@@ -83,7 +83,7 @@ def survey(
     """Look through `records` once: signatures, clusters, sides, and a list of what is damaged in `folder`.
 
     Args:
-        records: each with its source.
+        records: each with the name of its source's domain.
         written: the text of a record; a `RequestError` counts as damage.
         held_out: share of the text that is kept apart.
         most_damaged: share of the documents that may be damaged.

@@ -13,8 +13,9 @@ import pytest
 
 from penjing.core.errors import InputError
 from penjing.core.progress import Silent
+from penjing.core.text.records import Record
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.train.data.corpora import name_place
+from penjing.train.data.corpora import domain_names, domain_of, name_place
 from penjing.train.data.pack import pack, prepare_tokens
 from penjing.train.data.shards import TokenShards, read_index
 
@@ -142,6 +143,14 @@ def test_a_domain_is_never_held_out_as_a_whole(tmp_path: Path) -> None:
     (train,), (held_out,) = found["train@alone"], found["held_out@alone"]
     assert train + held_out == alone["text"]
     assert len(held_out) < 0.2 * len(train)
+
+
+def test_sources_whose_last_names_are_the_same_are_two_domains() -> None:
+    names = ["x/train.jsonl", "y/train.jsonl", "prose", "bucket/web", "old/web", "web"]
+    sources = [name.replace("prose", "builtin:prose").replace("bucket/web", "s3://bucket/web/") for name in names]
+    assert list(domain_names(sources).values()) == names
+    assert domain_of(Record("a", "b", fields={"domain": "said"}), "x") == "said"
+    assert domain_of(Record("a", "b"), "x") == "x"
 
 
 def test_damaged_documents_are_counted_listed_and_left_out(tmp_path: Path) -> None:
