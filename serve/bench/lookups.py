@@ -30,6 +30,7 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.kernels.cpu.key_blocks import KeyBlocks, StepBlocks
 from penjing.serve.bench.one_sequence import PAGE, OneSequence
 from penjing.serve.engine.config import EngineConfig, KvDtype
+from penjing.serve.runner.device import resolve_device
 from penjing.serve.runner.key_blocks import check_key_blocks, key_blocks_of
 
 DEPTHS = (0.8, 0.6, 0.4, 0.2)  # of the context, from its end to its start: less and less text is computed again
@@ -86,7 +87,7 @@ def bench_lookups(
     }
     engine = parse_config(EngineConfig, values, "--set")
     check_key_blocks(engine, loaded.config)
-    kind: KvDtype = "int8" if engine.kv_dtype == "int8" else "float32"
+    kind = resolve_device(engine, loaded.config, loaded.scheme != "fp32").kv_dtype  # as it is served
     with torch.inference_mode():
         return _search(loaded, engine, kind, context, progress) | {"model": str(folder)}
 

@@ -13,7 +13,7 @@ from penjing.core.runtime.fused import fuse_decoder
 from penjing.serve.bench import lookups
 from penjing.serve.bench.lookups import bench_lookups, loss_of, pass_keys, serve_command, take_layers
 from penjing.serve.bench.one_sequence import OneSequence
-from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.config import EngineConfig, KvDtype
 from tests.kernels.cpu import needs_extension
 from tests.serve.tiny import EOS, tiny_model
 
@@ -67,8 +67,12 @@ def test_a_key_stands_at_its_depth_and_is_asked_for_at_the_end() -> None:
 
 
 @needs_extension
-def test_what_is_measured_is_the_loss_of_the_step_with_these_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = tiny_model(max_position_embeddings=CONTEXT, num_hidden_layers=3)
+@pytest.mark.parametrize(("int8", "kind"), [(False, "float32"), (True, "float16")])
+def test_what_is_measured_is_the_loss_of_the_step_with_these_layers(
+    monkeypatch: pytest.MonkeyPatch, int8: bool, kind: KvDtype
+) -> None:
+    """With keys and values as a server of the model keeps them."""
+    loaded = tiny_model(int8=int8, max_position_embeddings=CONTEXT, num_hidden_layers=3)
     monkeypatch.setattr(lookups, "load_model", lambda folder: loaded)
     monkeypatch.setattr(lookups, "DEPTHS", (0.4,))
     monkeypatch.setattr(lookups, "MOST", 2)
@@ -89,7 +93,7 @@ def test_what_is_measured_is_the_loss_of_the_step_with_these_layers(monkeypatch:
     def loss(layers: list[int] | None) -> float:
         """From a cache that has summaries of the other layers alone, from the start; None: full attention."""
         engine = EngineConfig() if layers is None else EngineConfig.model_validate(FEW.model_dump() | {FULL: layers})
-        cache = OneSequence.make(loaded.config, step, "float32", engine, CONTEXT)
+        cache = OneSequence.make(loaded.config, step, kind, engine, CONTEXT)
         chooses = cache.blocks
         if chooses is not None:
             cache.blocks = replace(chooses, blocks=replace(chooses.blocks, budget=CONTEXT))
