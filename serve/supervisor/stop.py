@@ -13,6 +13,7 @@ from penjing.core.files import atomic_write_text
 from penjing.serve.supervisor import state
 
 POLL_SECONDS = 0.05
+STATE_SECONDS = 2.0  # a server writes its state as it starts, and removes it as it ends
 
 
 def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
@@ -20,10 +21,10 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
     seconds they end at once.
 
     Raises:
-        ServerError: one did not end.
+        ServerError: one did not end, or nothing says which process it is.
     """
-    found = state.read_state(grpc_port)
-    if found is None or not state.is_running(grpc_port):
+    found = _running(grpc_port)
+    if found is None:
         state.clean_up(grpc_port)
         print(f"no penjing server runs on gRPC port {grpc_port}", file=sys.stderr)
         return
@@ -44,6 +45,21 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
                 return
             time.sleep(POLL_SECONDS)
     raise ServerError(f"process {pid} of {_servers(ports)} does not end; kill it")
+
+
+def _running(grpc_port: int) -> state.ServerState | None:
+    """What the server there has written; None where there is none."""
+    deadline = time.monotonic() + STATE_SECONDS
+    while state.is_running(grpc_port):
+        if (found := state.read_state(grpc_port)) is not None:
+            return found
+        if time.monotonic() > deadline:  # it lives, and what it needs must not be cleaned up behind it
+            raise ServerError(
+                f"a penjing server has gRPC port {grpc_port}, but {state.state_path(grpc_port)} does not say which "
+                "process it is; is the disk full? Free some space, and run again in a second"
+            )
+        time.sleep(POLL_SECONDS)
+    return None
 
 
 def _servers(ports: list[int]) -> str:

@@ -7,10 +7,21 @@ import subprocess
 
 import pytest
 
-from penjing.core.errors import SetupError
+from penjing.core.errors import ServerError, SetupError
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.stop import stop
 from tests.serve.triton.serving import free_ports, leftovers
+
+
+def test_a_server_that_a_full_disk_left_without_its_state_is_not_cleaned_up_behind() -> None:
+    """It was told to be none, and its shared memory and its model repository were removed while it ran."""
+    port = free_ports(1)[0]
+    with state.owning(port):
+        region = state.SHM_FOLDER / f"{state.shm_prefix(port)}living"
+        region.write_bytes(b"x")
+        with pytest.raises(ServerError, match="does not say which process it is; is the disk full"):
+            stop(port)
+        assert region.exists()
 
 
 def test_stale_files_are_removed_and_strangers_are_not_killed() -> None:
