@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from penjing.core.errors import SetupError
+from penjing.core.errors import PenjingError, SetupError
 from penjing.core.files import writing
 from penjing.serve.access.keys import read_keys
 from penjing.serve.gate.config import MODELS, VARIABLE, FrontConfig, FrontJob, FrontModel
@@ -80,9 +80,7 @@ class FrontProcess:
         """Start the process again when it is time to; what went wrong with it, once."""
         now = time.monotonic()
         if self._process is None:
-            if now >= self._restart_at:
-                self._start()
-            return None
+            return self._start_again(now) if now >= self._restart_at else None
         self._say()
         with suppress(BlockingIOError):
             if beats := os.read(self._beats, 4096):
@@ -98,10 +96,25 @@ class FrontProcess:
             return None
         self._kill()
         self._backoff = 0.0 if now - self._started > STABLE_SECONDS else self._backoff
-        self._restart_at = now + self._backoff
-        self._backoff = min(max(1.0, 2 * self._backoff), MAX_BACKOFF_SECONDS)
+        self._wait_longer(now)
         self.restarts += 1
         return reason
+
+    def _start_again(self, now: float) -> str | None:
+        """Why it could not be started, which must not end the models that answer: a full disk, or a machine without
+        room for processes."""
+        try:
+            self._start()
+        except (PenjingError, OSError) as error:
+            os.close(self._beats)
+            self._beats = -1
+            self._wait_longer(now)
+            return f"the HTTP front cannot be started: {error}"
+        return None
+
+    def _wait_longer(self, now: float) -> None:
+        self._restart_at = now + self._backoff
+        self._backoff = min(max(1.0, 2 * self._backoff), MAX_BACKOFF_SECONDS)
 
     def show(self, models: tuple[FrontModel, ...]) -> None:
         """From now on it serves these; so does one that is started later."""
