@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
+from penjing.core.errors import InputError
+
 _aten = torch.ops.aten
 
 
@@ -72,6 +74,29 @@ def _normalized(  # as the operator has them
     return _aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, variance, momentum, eps)[0]
 
 
+def _averaged(pool: OpOverload) -> Callable[..., Tensor]:
+    """An average with a divisor of its own, which the exporter would leave out."""
+
+    def averaged(
+        x: Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int] = (),
+        padding: int | Sequence[int] = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        if divisor_override is None:
+            return pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+        if ceil_mode:
+            raise InputError("an average pool with divisor_override and ceil_mode has no form in ONNX")
+        mean = pool(x, kernel_size, stride, padding)
+        places = math.prod(kernel_size) ** (x.dim() - 2 if len(kernel_size) == 1 else 1)
+        return mean * (places / divisor_override)
+
+    return averaged
+
+
 _PARTS: dict[Any, Callable[..., Tensor]] = {
     _aten.reshape.default: _reshaped,
     _aten.flatten.using_ints: _flatten,
@@ -82,6 +107,8 @@ _PARTS: dict[Any, Callable[..., Tensor]] = {
     _aten.rsub.Scalar: _subtracted_from,
     _aten.dropout.default: _kept,
     _aten.batch_norm.default: _normalized,
+    _aten.avg_pool2d.default: _averaged(_aten.avg_pool2d.default),
+    _aten.avg_pool3d.default: _averaged(_aten.avg_pool3d.default),
 }
 WHOLE = (
     _aten.conv1d.default,

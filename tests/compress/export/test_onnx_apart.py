@@ -13,6 +13,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from penjing.compress.export import onnx_graph
 from penjing.compress.export.onnx_graph import export_network
+from penjing.core.errors import InputError
 from penjing.core.graph.apart import WHOLE, take_apart
 from penjing.core.graph.network import Network
 from penjing.core.graph.trace import from_torch
@@ -133,3 +134,25 @@ def test_parts_compute_what_the_operator_does(operator: object, given: tuple[obj
     expected, found = operator(*given), fx.Interpreter(parts).run()  # type: ignore[operator]
     torch.testing.assert_close(found, expected)
     assert found.dtype == expected.dtype
+
+
+@torch.no_grad()
+def test_an_average_keeps_a_divisor_of_its_own(tmp_path: Path) -> None:
+    class Sums(nn.Module):
+        def __init__(self, ceil: bool) -> None:
+            super().__init__()
+            self.ceil = ceil
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = nn.functional.avg_pool2d(x, (3, 2), 2, 1, self.ceil, False, divisor_override=4)
+            return flat + nn.functional.avg_pool3d(x, 1, divisor_override=5)[..., : flat.shape[2], : flat.shape[3]]
+
+    x = torch.randn(2, 3, 7, 9)
+    network = from_torch(Sums(False), (x,))
+    export_network(network, tmp_path / "a.onnx", {})
+    (found,) = open_graph(tmp_path / "a.onnx", threads=1, names=(["x"], [network.config.outputs[0].name])).run(
+        None, {"x": x.numpy()}
+    )
+    torch.testing.assert_close(torch.from_numpy(found), Sums(False)(x))
+    with pytest.raises(InputError, match="divisor_override and ceil_mode has no form in ONNX"):
+        export_network(from_torch(Sums(True), (x,)), tmp_path / "b.onnx", {})
