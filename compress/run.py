@@ -7,7 +7,6 @@ after the last one that is complete. Decisions follow from kept results alone, s
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -28,7 +27,7 @@ from penjing.core.config import key_of
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, typed
 from penjing.core.work import WorkFolder, already_made, link_or_copy
 
 STEPS_FOLDER = "steps"  # of a result: what each step recorded
@@ -74,8 +73,8 @@ def run_recipe(
     if already_made(recipe.output, key, force, verify, progress):
         return recipe.output
     if command is None:
-        said = [*(f"--set {shlex.quote(text)}" for text in overrides or []), *([f"--out {out}"] if out else [])]
-        command = " ".join(["penjing compress", "recipe.toml" if isinstance(source, dict) else str(source), *said])
+        said = [*(f"--set {typed(text)}" for text in overrides or []), *([f"--out {typed(out)}"] if out else [])]
+        command = " ".join(["penjing compress", "recipe.toml" if isinstance(source, dict) else typed(source), *said])
     with WorkFolder(recipe.output, key_of(hashes["model"], code)) as work:
         preflight(recipe, context, work.path)
         if complete := num_complete(work):
@@ -108,8 +107,8 @@ def quantize_to_folder(
     recipe = {"model": str(source), "output": str(out), "steps": [step]}
     sections = tuple(f"{name}." for name in Recipe.model_fields)
     given = [text if text.startswith(sections) else f"steps.0.{text}" for text in overrides]
-    said = [f"--target {target}"] * (target is not None) + [f"--set {shlex.quote(text)}" for text in overrides]
-    command = " ".join(["penjing compress quantize", str(source), str(out), *said])
+    said = [f"--target {target}"] * (target is not None) + [f"--set {typed(text)}" for text in overrides]
+    command = " ".join(["penjing compress quantize", typed(source), typed(out), *said])
     return run_recipe(recipe, given, force=force, progress=progress, command=command)
 
 

@@ -152,12 +152,12 @@ def write_repository(
     force: bool,
 ) -> None:
     """`penjing export --to model-repository`: compress writes the other forms."""
-    from penjing.core.progress import progress_bar
+    from penjing.core.progress import progress_bar, typed
     from penjing.serve.supervisor.export import export_repository
 
     with progress_bar() as progress:
         made = export_repository(artifact, out, form, overrides=overrides, force=force, progress=progress)
-        progress.note(f"wrote {made}; serve it with 'tritonserver --model-repository={out}'")
+        progress.note(f"wrote {made}; serve it with 'tritonserver --model-repository={typed(out)}'")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ _WIDEST = 1 << 16  # columns of a table that nobody sees on a terminal
 def printable(text: str) -> str:
     """`text` with control characters written out, as \\x1b, so that what stands in data cannot steer a terminal."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def typed(word: object) -> str:
+    """`word`, such as a folder whose name has a space, as it is typed in a command."""
+    return shlex.quote(str(word))
 
 
 class Progress(Protocol):

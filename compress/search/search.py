@@ -35,7 +35,7 @@ from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, re
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, typed
 from penjing.core.recipes import check_stage
 from penjing.core.work import WorkFolder
 
@@ -384,5 +384,5 @@ def _said(result: dict[str, Any], output: Path) -> str:
         f"{100 * dearest['share']:.1f} % of the {result['cost']}; predictions rank left-out combinations with a "
         f"correlation of {result['prediction']['rank']:.2f} (plain sums {result['prediction']['plain_rank']:.2f}); "
         f"{healed}"
-        f"next: penjing compress {output / result['front'][0]['recipe']}"
+        f"next: penjing compress {typed(output / result['front'][0]['recipe'])}"
     )

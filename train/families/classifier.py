@@ -15,7 +15,7 @@ from penjing.core.checkpoint.classifier_config import ClassifierConfig, classifi
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.resnet import Block, ResNet
 from penjing.core.models.resnet_config import ResNetConfig, cifar_resnet, imagenet_resnet
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
 from penjing.train.data.fashion import CLASSES, load_fashion
 from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.stream import Stream, one_pass, shuffled
@@ -113,7 +113,7 @@ class ImageClassification:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"tensorboard --logdir {self._recipe.run_folder}" if self._recipe.monitor.tensorboard else ""
+        return f"tensorboard --logdir {typed(self._recipe.run_folder)}" if self._recipe.monitor.tensorboard else ""
 
 
 def _overruns(convolution: nn.Conv2d) -> bool:

@@ -16,7 +16,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.hf_config import decoder_config_to_hf
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.adapter.int8 import Int8Base, read_int8_base
 from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merge
@@ -155,13 +155,14 @@ class DecoderTask:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return self._served_beside(folder) or f'penjing generate {folder} "The import statement"'
+        return self._served_beside(folder) or f'penjing generate {typed(folder)} "The import statement"'
 
     def _served_beside(self, folder: Path) -> str:
         """How to serve an adapter that was written alone; empty where a whole network was."""
         if self._int8 is None or not self._int8.is_artifact:
             return ""
-        return f"penjing serve {self._int8.folder} --openai 8080 --adapter {folder.name}={folder}"
+        beside = f"{folder.name}={folder}"
+        return f"penjing serve {typed(self._int8.folder)} --openai 8080 --adapter {typed(beside)}"
 
 
 def _check_adapter(recipe: RunRecipe) -> Path:

@@ -13,7 +13,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.draft import save_draft
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
 from penjing.core.runtime.draft import DraftConfig
 from penjing.train.align.drafted import Drafted
 from penjing.train.align.sampler import AnySampler, EngineSampler
@@ -109,7 +109,8 @@ class DraftTuning(RolloutTuning):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"penjing serve {self._algorithm.answers or self._tokenizer} --set speculate=draft --set draft={folder}"
+        model = typed(self._algorithm.answers or self._tokenizer)
+        return f"penjing serve {model} --set speculate=draft --set draft={typed(folder)}"
 
 
 def known_tokens(seen: list[int], ends: tuple[int, ...] | list[int], count: int, vocab_size: int) -> Tensor:

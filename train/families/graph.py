@@ -14,7 +14,7 @@ from penjing.core.checkpoint.graph import load_network, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
 from penjing.core.memory import keep_freed_memory
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
 from penjing.train.data.order import permute
 from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.base import Family
@@ -117,7 +117,7 @@ class GraphTraining:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"penjing graph {folder}"
+        return f"penjing graph {typed(folder)}"
 
 
 def laid_out(model: GraphModule, device: torch.device) -> GraphModule:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penjing.core.checkpoint.reward import save_reward
 from penjing.core.errors import ConfigError
 from penjing.core.models.reward import RewardModel
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
 from penjing.train.chat.preferences import Pairs, pair_batch
 from penjing.train.chat.reference import reference_logprobs
 from penjing.train.chat.rows import Row, TooLongError, take_rows
@@ -112,7 +112,7 @@ class RewardTraining(PreferenceTuning):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`: a model that scores is asked by the runs that learn from it."""
-        return f"penjing train smollm2-ppo --set initial={self._tokenizer} --set reward.folder={folder}"
+        return f"penjing train smollm2-ppo --set initial={typed(self._tokenizer)} --set reward.folder={typed(folder)}"
 
 
 def preference_task(folder: Path, recipe: RunRecipe, data: PreferenceData, progress: Progress) -> PreferenceTuning:

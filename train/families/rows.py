@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import typed
 from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.data.stream import Indexed, Stream, one_pass, shuffled
 from penjing.train.families.decoder_task import DecoderTask
@@ -52,7 +53,7 @@ class RowTask(DecoderTask, Generic[D, S]):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return self._served_beside(folder) or f"penjing serve {folder}, then penjing chat"
+        return self._served_beside(folder) or f"penjing serve {typed(folder)}, then penjing chat"
 
 
 def ready_config(folder: Path, data: RowData) -> DecoderConfig:

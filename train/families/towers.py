@@ -22,7 +22,7 @@ from penjing.core.graph.config import TensorSpec
 from penjing.core.images.normalise import normalise
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config, pad
 from penjing.core.vision.graph_eyes import GraphTower, GraphTowerConfig, colours_of
 from penjing.core.vision.paired_config import ImageTransformerConfig
@@ -230,7 +230,7 @@ class TowerTraining:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"penjing serve {folder}"
+        return f"penjing serve {typed(folder)}"
 
     def _text_is_frozen(self) -> bool:
         with torch.device("meta"):

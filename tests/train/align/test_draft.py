@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -200,7 +201,9 @@ def test_another_model_answers_in_place_of_the_one_that_is_read(recipe: Path, tm
             tokens += [token for output in engine.step() for token in output.token_ids]
         assert writer.tokenizer.decode(tokens) == answer
     assert said["own"] != said["other"]
-    assert f"serve {other} " in build_task(load_train_recipe(recipe, more), Silent()).next_command(tmp_path)
+    command = build_task(load_train_recipe(recipe, more), Silent()).next_command(tmp_path / "mine, first")
+    assert f"serve {other} " in command
+    assert shlex.split(command)[-1] == f"draft={tmp_path}/mine, first"
     with pytest.raises(ConfigError, match=r"algorithm\.answers = .* is no checkpoint"):
         build_task(load_train_recipe(recipe, [f"algorithm.answers={tmp_path}"]), Silent())
     with pytest.raises(ConfigError, match=r"algorithm\.answers and data\.servers both say who answers"):
