@@ -16,6 +16,7 @@ from penjing.core.errors import (
 
 _CONNECTION = ("failed to connect", "socket closed", "connection reset", "connection refused", "broken pipe", "goaway")
 _NOT_LOADED = ("not healthy", "no available versions", "is not ready", "server is stopping", "server not ready")
+_OTHER_NAME = "is not found"  # of a model, in what a stream says
 _QUEUE_FULL = "exceeds maximum queue size"  # of a queue in the server, in front of another backend
 _RETRY = re.compile(r"retry in (\d+(?:\.\d+)?) s")
 
@@ -79,6 +80,8 @@ def refused(message: str) -> CallFailedError:
         return CallFailedError(_error(code, text), code.transient)
     if any(words in message.lower() for words in _NOT_LOADED):
         return CallFailedError(UnavailableError(message), transient=True)
+    if _OTHER_NAME in message:
+        message += "; a model of another name or kind is served there, and 'penjing server status' shows what runs"
     return CallFailedError(ServerError(message), transient=False)
 
 

@@ -29,3 +29,12 @@ def test_overload_is_429_and_absence_503_with_a_time_to_try_again(
 ) -> None:
     found = translated(error, {})
     assert (found.status, found.headers.get("retry-after")) == (status, retry_after)
+
+
+def test_a_model_that_is_not_there_is_told_with_the_way_to_those_that_are() -> None:
+    error = refused("Request for unknown model: 'llm' is not found").error
+    assert isinstance(error, ServerError)
+    assert str(error).endswith(
+        "'llm' is not found; a model of another name or kind is served there, and "
+        "'penjing server status' shows what runs"
+    )
