@@ -85,8 +85,13 @@ def source_files(
         what = f"{empty[0].path} is" if len(empty) == 1 else f"the {len(empty):,} files from {empty[0].path} on are"
         raise InputError(f"sources.{source.name}: {what} empty, and there is nothing else to read; get it again")
     if not found:
-        wanted = f"matches {', '.join(source.files)}" if source.files else "is read here; name them by `files`"
-        raise InputError(f"sources.{source.name}: of {' and '.join(map(str, roots))} no file {wanted}")
+        where = f"sources.{source.name}: {' and '.join(map(str, roots))}"
+        if source.files:
+            raise InputError(f"{where} holds no file that matches {', '.join(source.files)}")
+        raise InputError(
+            f"{where} holds no text that is read: files of text, JSON lines, Parquet, Arrow, HTML or WARC; a recipe "
+            "names those of another suffix by `files`, and 'penjing curate media' takes images and recordings"
+        )
     return found
 
 

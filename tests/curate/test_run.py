@@ -194,7 +194,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"sources.s: .*nowhere does not exist"):
         curate_recipe(recipe(tmp_path, tmp_path / "nowhere"), "test")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="no file is read here; name them by `files`"):
+    with pytest.raises(InputError, match=r"empty holds no text that is read: .* 'penjing curate media'"):
         curate_recipe(recipe(tmp_path, tmp_path / "empty"), "test")
     with pytest.raises(ConfigError, match="several sources are called a"):
         recipe(tmp_path, tmp_path, sources=[{"name": "a", "path": "x"}] * 2)
