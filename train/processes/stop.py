@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_STOPPING = b"\nstopping once this update is saved; Ctrl-C again ends the run at once\n"
 
 
 @contextmanager
@@ -16,6 +19,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # one of several processes says it
+            os.write(2, _STOPPING)  # not print, which a signal may have interrupted, and which refuses to begin anew
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
