@@ -122,8 +122,9 @@ class Packer:
     def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], gelu: bool = False) -> int:
         """Projections of one input, as one packed layer where they join (gate and up as SwiGLU); the slots used."""
         if joins(group):
-            slots[0] = self.pack(group, swiglu=len(group) == 2)
-            if gelu:
+            pair = len(group) == 2
+            slots[0] = self.pack(group, swiglu=pair)
+            if pair and gelu:
                 slots[0].swiglu = 2
             return 1
         for i, linear in enumerate(group):

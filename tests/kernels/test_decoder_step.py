@@ -22,6 +22,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "llama": {},
     "neox": {"up": None, "activation": "gelu", "parallel": True},
     "arcee": {"up": None, "activation": "relu2"},
+    "starcoder2": {"up": None, "activation": "gelu_tanh"},
     "gemma2": {"activation": "gelu_tanh", "out_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)},
 }
 """What layers of a kind have; gemma2 has caps too."""
@@ -116,6 +117,16 @@ def test_logits_do_not_depend_on_chunks_company_blocks_or_threads(
                 parts.insert(0, (other[start:end], start, blocks[30:40]))
             rows.append(step.step(**inputs(parts, pool))[-(end - start) :].clone())
         assert torch.equal(torch.cat(rows), whole)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_int8_weights_change_the_logits_little(isa: CpuExtension, style: str) -> None:
+    ids = draw_ids(20)
+    floats, eights = (
+        make_step(int8, style=style).step(**inputs([(ids, 0, [0, 1, 2, 3, 4])], new_pool())).clone()
+        for int8 in (False, True)
+    )
+    assert (eights - floats).square().mean().sqrt() < 0.05 * floats.std()
 
 
 def test_float16_cache(isa: CpuExtension, threads: CpuExtension) -> None:
