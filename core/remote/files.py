@@ -169,7 +169,8 @@ def _store(protocol: str) -> Any:
         options: dict[str, dict[str, Any]] = {}
         if protocol in ("http", "https"):
             limits = import_module("aiohttp").ClientTimeout(sock_connect=_CONNECT_S, sock_read=_READ_S)
-            options["client_kwargs"] = {"timeout": limits}
+            # Servers that compress what they send know no parts of it.
+            options["client_kwargs"] = {"timeout": limits, "headers": {"Accept-Encoding": "identity"}}
         elif protocol in ("s3", "s3a"):  # which else asks five times itself, each of our times
             retries = {"total_max_attempts": 1}
             options["config_kwargs"] = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": retries}

@@ -161,6 +161,13 @@ def test_a_server_without_ranges_serves_small_files_alone() -> None:
             Blocks(remote_file(f"{address}/x"), 10_000).read(20_000, 30_000)
 
 
+def test_a_server_that_compresses_what_it_sends_is_asked_not_to() -> None:
+    server = Files({"x": DATA})
+    server.compresses = True
+    with serving(server) as address:
+        assert Blocks(remote_file(f"{address}/x"), 10_000).read(20_000, 30_000) == DATA[20_000:30_000]
+
+
 def test_addresses_that_nobody_reads() -> None:
     with pytest.raises(InputError, match="sky:// is no kind of address that is read"):
         remote_file("sky://x")
