@@ -104,6 +104,8 @@ def _export(
         with torch.no_grad(), without_stacks(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # recurrent layers flatten weights
             program = _exported(model, args, named, dynamic)
+    except InputError:
+        raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
@@ -130,6 +132,7 @@ def _export(
 def _exported(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], dynamic: Axes | None) -> ExportedProgram:
     shapes = ShapesCollection()
     names = _input_names(model, args, named)
+    _check_axes(dynamic or {}, model, names, pytree.tree_leaves((args, named)))
     for name, value in zip(names, pytree.tree_leaves((args, named)), strict=True):
         if isinstance(value, Tensor) and value.ndim:
             axes = {0: BATCH} if dynamic is None else dynamic.get(name, {})
@@ -147,6 +150,17 @@ def _exported(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], dy
             warnings.filterwarnings("ignore", "`isinstance", FutureWarning)  # torch 2.13 warns of its own code
             program = program.run_decompositions({})
     return program
+
+
+def _check_axes(dynamic: Axes, model: nn.Module, names: Sequence[str], values: Sequence[Any]) -> None:
+    """Refuse axes that no input has: one that is not found would be fixed without a word."""
+    known = {*names, *inspect.signature(model.forward).parameters}
+    if odd := sorted(set(dynamic) - known):
+        raise InputError(f"{type(model).__name__} has no input {odd[0]!r}; its inputs are {', '.join(names)}")
+    for name, value in zip(names, values, strict=True):
+        for axis, word in dynamic.get(name, {}).items():
+            if isinstance(value, Tensor) and not 0 <= axis < value.ndim:
+                raise InputError(f"the axis {name}:{axis}={word} is none of the {value.ndim} axes of {name}")
 
 
 def _input_names(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> list[str]:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 
 from penjing.core.checkpoint.graph import parameters_of, save_graph
+from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import check_replaceable, publish_folder, sha256_file
 from penjing.core.graph.compare import CLOSE, MOST
-from penjing.core.graph.config import Meaning, Pixels
+from penjing.core.graph.config import DTYPE_NAMES, Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.passes import simplify
 from penjing.core.graph.trace import from_torch
@@ -238,21 +239,28 @@ def _labels(path: Path) -> tuple[str, ...]:
 
 
 def _pixels(network: Network, said: Mapping[str, Any]) -> Pixels:
-    values = dict(said)
-    shape = network.config.inputs[0].shape
-    nhwc = values.get("layout", "NCHW") == "NHWC"
+    """What is known of images of `network`, changed as the user says; it fits what the first input fixes."""
+    first, known = network.config.inputs[0], network.config.pixels
+    values = ({} if known is None else known.model_dump()) | dict(said)
+    shape = first.shape[-3:]
+    if len(first.shape) not in (3, 4):
+        raise ConfigError(f"--size, --mean and the like are for images, which the input {first} does not take")
+    sizes, channels = (shape[:2], shape[2]) if values.get("layout") == "NHWC" else (shape[1:], shape[0])
     if "height" not in values:
-        sizes = shape[1:3] if nhwc else shape[2:4]
-        if len(shape) != 4 or not all(isinstance(size, int) for size in sizes):
-            raise ConfigError(f"--size is missing: the input {network.config.inputs[0]} fixes no size of images")
+        if not all(isinstance(size, int) for size in sizes):
+            raise ConfigError(f"--size is missing: the input {first} fixes no size of images")
         values["height"], values["width"] = sizes
-    channels = 1 if values.get("order") == "L" else 3
-    values.setdefault("mean", (0.0,) * channels)
-    values.setdefault("std", (1.0,) * channels)
-    try:
-        return Pixels(**values)
-    except ValueError as error:
-        raise ConfigError(f"the preprocessing of images is wrong: {error}") from None
+    values.setdefault("order", "L" if channels == 1 else "RGB")
+    count = 1 if values["order"] == "L" else 3
+    values = {"mean": (0.0,) * count, "std": (1.0,) * count} | values
+    found = parse_config(Pixels, values, "how images enter")
+    wanted = (found.height, found.width, count)
+    if any(isinstance(size, int) and size != each for size, each in zip((*sizes, channels), wanted, strict=True)):
+        raise ConfigError(
+            f"images of {found.height}x{found.width} and {count} channels ({found.order}, {found.layout}) are not what "
+            f"the input {first} takes; correct --size, --order or --layout"
+        )
+    return found
 
 
 def _described(options: GraphOptions) -> dict[str, Any]:
@@ -365,8 +373,8 @@ def _input(said: str) -> tuple[str, tuple[int, ...], str]:
     sizes = shape.split("x") if shape else []
     if ":" not in said or not name or not all(size.isdigit() and 0 < int(size) < 1 << 31 for size in sizes):
         raise ConfigError(f"--input {said}: write NAME:SIZES or NAME:SIZES:TYPE, as tokens:2x16:int64")
-    if dtype and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"--input {said}: {dtype!r} is no type; use float32, int64, bool …")
+    if dtype and dtype not in DTYPE_NAMES:
+        raise ConfigError(f"--input {said}: {dtype!r} is no type of inputs; use one of {', '.join(DTYPE_NAMES)}")
     return name, tuple(map(int, sizes)), dtype
 
 

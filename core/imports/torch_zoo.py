@@ -50,6 +50,11 @@ def from_function(source: str) -> Found:
         raise InputError(f"{source} returned a {type(network).__name__}; return a torch module, or (module, example)")
     if isinstance(example, Mapping):
         return Found(network, keyword=dict(example))
+    if not isinstance(example, Tensor | tuple | list):
+        raise InputError(
+            f"{source} returned a {type(example).__name__} as its example; return (module, example), where that is a "
+            "tensor, a tuple of the inputs, or a dict of them by name"
+        )
     return Found(network, (example,) if isinstance(example, Tensor) else tuple(example))
 
 

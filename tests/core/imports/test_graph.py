@@ -44,6 +44,12 @@ def broken():
 
 def number():
     return 3
+
+def grey():
+    return torch.nn.Conv2d(1, 4, 3), torch.randn(2, 1, 16, 16)
+
+def counted():
+    return Residual(), 3
 """
 
 
@@ -199,6 +205,36 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(InputError, match=said):
         import_graph(f"{models}:{name}", tmp_path / "out", graph_options(**given))  # type: ignore[arg-type]
     assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"size": "64x64"}, r"images of 64x64 and 3 channels \(RGB, NCHW\) are not what the input"),
+        ({"order": "L"}, r"images of 16x16 and 1 channels \(L, NCHW\) are not what"),
+        ({"layout": "NHWC"}, r"correct --size, --order or --layout"),
+        ({"dynamic": ["images:0=batch,7=width"]}, "the axis images:7=width is none of the 4 axes"),
+        ({"dynamic": ["y:0=batch"]}, "Residual has no input 'y'; its inputs are images"),
+    ],
+)
+def test_images_and_axes_that_the_network_does_not_take_are_refused(
+    models: str, tmp_path: Path, said: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PenjingError, match=message):
+        import_graph(f"{models}:build", tmp_path / "out", graph_options(**said))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_network_of_one_channel_takes_grey_images(models: str, tmp_path: Path) -> None:
+    out = import_graph(f"{models}:grey", tmp_path / "out", graph_options(mean="0.5", std="0.25"))
+    pixels = load_network(out).config.pixels
+    assert pixels is not None
+    assert (pixels.order, pixels.mean, pixels.std) == ("L", (0.5,), (0.25,))
+
+
+def test_an_example_that_is_no_inputs_is_named(models: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="returned a int as its example; return"):
+        import_graph(f"{models}:counted", tmp_path / "out")
 
 
 def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from penjing.core.artifact.towers import load_embedder
 from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import InputError
 from penjing.core.images.decode import network_input
-from penjing.core.imports.graph import import_graph, kind_of
+from penjing.core.imports.graph import graph_options, import_graph, kind_of
 from penjing.core.imports.importer import import_model
 from tests.core.vision.paired import Kind, write_paired, write_resnet_towers
 
@@ -41,6 +41,14 @@ def test_its_vectors_are_the_towers(towers: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         (found,) = network(torch.from_numpy(network_input(images, embedder.pixels)))
     np.testing.assert_allclose(found.numpy(), embedder.embed_images(images), atol=1e-6)
+
+
+def test_one_option_of_images_leaves_the_others_as_they_are_known(tmp_path: Path) -> None:
+    towers = write_resnet_towers(tmp_path)
+    known = load_embedder(towers).pixels
+    network = load_network(import_graph(f"{towers}:image", tmp_path / "graph", graph_options(filter="lanczos")))
+    assert network.config.pixels == known.model_copy(update={"filter": "lanczos"})
+    assert known.mean != (0.0, 0.0, 0.0)
 
 
 @pytest.mark.full
