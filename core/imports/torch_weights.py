@@ -25,7 +25,8 @@ def load_weights(module: nn.Module, path: Path) -> None:
     stored = _fitted(_read(path), module)
     own = module.state_dict()
     missing = sorted(set(own) - set(stored))
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    held = {_place(own[name]) for name in stored if name in own}  # `safetensors.torch.save_model` keeps a tied one once
+    missing = [name for name in missing if not name.endswith("num_batches_tracked") and _place(own[name]) not in held]
     extra = sorted(set(stored) - set(own))
     if missing or extra:
         said = [
@@ -44,6 +45,11 @@ def load_weights(module: nn.Module, path: Path) -> None:
                 f"{list(own[name].shape)}; build the module with the settings that it was trained with"
             )
     module.load_state_dict(stored, strict=False)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Equal for two names of one tensor."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -48,6 +48,18 @@ def number():
 def grey():
     return torch.nn.Conv2d(1, 4, 3), torch.randn(2, 1, 16, 16)
 
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+def tied():
+    return Tied(), torch.arange(8).view(2, 4)
+
 def counted():
     return Residual(), 3
 """
@@ -230,6 +242,14 @@ def test_a_network_of_one_channel_takes_grey_images(models: str, tmp_path: Path)
     pixels = load_network(out).config.pixels
     assert pixels is not None
     assert (pixels.order, pixels.mean, pixels.std) == ("L", (0.5,), (0.25,))
+
+
+def test_a_tied_weight_that_a_file_holds_once_is_not_missing(models: str, tmp_path: Path) -> None:
+    weight = torch.randn(11, 6)
+    save_file({"embedding.weight": weight}, tmp_path / "w.safetensors")
+    out = import_graph(f"{models}:tied", tmp_path / "out", graph_options(weights=tmp_path / "w.safetensors"))
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(load_network(out)(ids)[0], weight[ids] @ weight.t())
 
 
 def test_an_example_that_is_no_inputs_is_named(models: str, tmp_path: Path) -> None:
