@@ -85,6 +85,11 @@ class ParallelConfig(Config):
         return 1 if self.schedule in ("gpipe", "1f1b") else 2
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes the gradients of weights apart from those of inputs."""
+        return self.pp > 1 and self.schedule in ("zbv", "dualpipev")
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.stages_per_process

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penjing.core.config import dump_toml, load_recipe, read_recipe
+from penjing.core.config import dump_toml, load_recipe, parse_config, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import error_console
+from penjing.train.numerics.recompute import Recompute
+from penjing.train.parallel.config import ParallelConfig
 from penjing.train.plan.cluster import Cluster, Pool, figures, joined, read_cluster
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.jobset import write_manifests
 from penjing.train.plan.memory import Run, show_bytes
 from penjing.train.plan.placement import Found, Placement, find_placements
+from penjing.train.plan.preflight import check_recipe
 from penjing.train.plan.ray_placement import write_placement
 from penjing.train.plan.roles import Assignment, Sampling, assign_roles
 from penjing.train.plan.search import Candidate, Plan, run_line, search
@@ -45,7 +48,7 @@ def plan_recipe(
     Raises:
         ConfigError: a recipe without decoder or text, a wrong size, an unknown device, or a cluster that cannot run it.
     """
-    model, data = _plannable(recipe_path, overrides, out)
+    recipe, model, data = _plannable(recipe_path, overrides, out)
     if isinstance(data, RolloutData):
         raise ConfigError("a recipe of rollouts is planned for pools, which get roles: give --cluster FILE, of one too")
     try:
@@ -54,7 +57,7 @@ def plan_recipe(
         raise ConfigError(f"--memory {error}") from None
     found = search(
         model, hardware(device), gpus=gpus, memory=limit, gpus_per_node=min(gpus_per_node, gpus),
-        batch_size=data.batch_size, length=data.sequence_length,
+        batch_size=data.batch_size, length=data.sequence_length, check=_check_of(recipe, gpus),
     )  # fmt: skip
     if out is not None:
         _write_recipe(out, recipe_text(recipe_path, overrides or [], found.best[0], gpus))
@@ -81,7 +84,7 @@ def plan_cluster(
         ConfigError: as `plan_recipe`, `write_manifests` and `write_placement`, or a cluster that `read_cluster`,
             `figures`, `find_placements` or `assign_roles` refuses.
     """
-    model, data = _plannable(recipe_path, overrides, out)
+    recipe, model, data = _plannable(recipe_path, overrides, out)
     for flag, file in (("--kubernetes", kubernetes), ("--ray", ray)):
         if file is not None and out is None:
             raise ConfigError(f"{flag}: what it writes runs the planned recipe; name a file for it by --out too")
@@ -108,7 +111,7 @@ def plan_cluster(
         pool, device = cluster.pools[0], figures(cluster.pools[0])
         plan = search(
             model, device, gpus=pool.count, memory=device.memory, gpus_per_node=pool.node, batch_size=data.batch_size,
-            length=data.sequence_length,
+            length=data.sequence_length, check=_check_of(recipe, pool.count),
         )  # fmt: skip
         if out is not None:
             _write_recipe(out, recipe_text(recipe_path, overrides or [], plan.best[0], pool.count))
@@ -197,7 +200,7 @@ def role_rows(found: list[Assignment]) -> list[dict[str, Any]]:
 
 def _plannable(
     recipe_path: Path, overrides: list[str] | None, out: Path | None
-) -> tuple[DecoderConfig, TextData | RolloutData]:
+) -> tuple[TrainRecipe, DecoderConfig, TextData | RolloutData]:
     recipe = load_train_recipe(recipe_path, overrides)
     if not isinstance(recipe.model, DecoderConfig) or not isinstance(recipe.data, TextData | RolloutData):
         raise ConfigError(
@@ -205,7 +208,19 @@ def _plannable(
         )
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: the plan is a recipe; name a file that ends in .toml")
-    return recipe.model, recipe.data
+    return recipe, recipe.model, recipe.data
+
+
+def _check_of(recipe: TrainRecipe, gpus: int) -> Callable[[ParallelConfig, Recompute], None]:
+    """Refuses what the rest of `recipe` does not go with, as training would."""
+
+    def check(parallel: ParallelConfig, recompute: Recompute) -> None:
+        memory = recipe.memory.model_copy(update={"recompute": recompute})
+        data = recipe.data.model_copy(update={"micro_batch": 1})
+        values = recipe.model_dump() | {"parallel": parallel, "memory": memory, "data": data}
+        check_recipe(parse_config(type(recipe), values, f"memory.recompute={recompute}"), gpus)
+
+    return check
 
 
 def _write_recipe(out: Path, text: str) -> None:

@@ -70,11 +70,7 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
         raise ConfigError(
             f"precision.policy with parallel.pp or ep above 1 takes groups only, no module names: {groups}"
         )
-    if (
-        recipe.parallel.pp > 1
-        and recipe.parallel.schedule in ("zbv", "dualpipev")
-        and recipe.memory.recompute != "none"
-    ):
+    if recipe.parallel.splits_backward and recipe.memory.recompute != "none":
         raise ConfigError(
             f"parallel.schedule = {recipe.parallel.schedule!r} splits the backward pass, and would recompute twice; "
             "set memory.recompute = 'none', or use '1f1b' or 'interleaved'"

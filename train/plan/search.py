@@ -6,7 +6,7 @@ Nothing is tried: `cost` and `memory` predict. What is impossible, or does not f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penjing.core.errors import ConfigError
@@ -44,12 +44,21 @@ class Plan:
 
 
 def search(
-    model: DecoderConfig, gpu: Hardware, *, gpus: int, memory: float, gpus_per_node: int, batch_size: int, length: int
+    model: DecoderConfig,
+    gpu: Hardware,
+    *,
+    gpus: int,
+    memory: float,
+    gpus_per_node: int,
+    batch_size: int,
+    length: int,
+    check: Callable[[ParallelConfig, Recompute], None] = lambda parallel, recompute: None,
 ) -> Plan:
     """The ten best ways to train `model` on `gpus` GPUs.
 
     Args:
         memory: bytes that one rank may use.
+        check: raises ConfigError for what the rest of a recipe does not go with.
         batch_size: sequences of a step, over all ranks; it stays as it is.
         length: tokens of a sequence.
 
@@ -67,7 +76,8 @@ def search(
     considered = 0
     for parallel in _meshes(model, gpus, gpus_per_node, length, rejected):
         dp = parallel.data_size(gpus)
-        for run in _runs(parallel, dp, batch_size, length, rejected):
+        ways: list[Recompute] = [each for each in _ways(parallel) if not _refused(check, parallel, each, rejected)]
+        for run in _runs(parallel, dp, batch_size, length, ways, rejected):
             considered += 1
             need = parallel_memory(shape, run)
             if need.total > memory * HEADROOM:
@@ -139,7 +149,28 @@ def _subject(message: str) -> str:
     return message.split("=")[0].split(":")[0].strip()
 
 
-def _runs(parallel: ParallelConfig, dp: int, batch: int, length: int, rejected: Counter[str]) -> Iterator[Run]:
+def _ways(parallel: ParallelConfig) -> tuple[Recompute, ...]:
+    """What may be recomputed: nothing where the backward pass is split, for it would be done twice."""
+    return ("none",) if parallel.splits_backward else RECOMPUTE
+
+
+def _refused(
+    check: Callable[[ParallelConfig, Recompute], None],
+    parallel: ParallelConfig,
+    recompute: Recompute,
+    rejected: Counter[str],
+) -> bool:
+    try:
+        check(parallel, recompute)
+    except ConfigError as error:
+        rejected[f"impossible: {_subject(str(error))}"] += 1
+        return True
+    return False
+
+
+def _runs(
+    parallel: ParallelConfig, dp: int, batch: int, length: int, ways: Sequence[Recompute], rejected: Counter[str]
+) -> Iterator[Run]:
     if batch % dp:
         rejected["impossible: dp does not divide data.batch_size"] += 1
         return
@@ -150,7 +181,7 @@ def _runs(parallel: ParallelConfig, dp: int, batch: int, length: int, rejected: 
         if not _schedule_runs(parallel, micro_batches):
             rejected["impossible: too few micro-batches for the pipeline's schedule"] += 1
             continue
-        for recompute in RECOMPUTE:
+        for recompute in ways:
             yield Run(parallel, dp, micro_batch, micro_batches, length, recompute)
 
 

@@ -26,6 +26,8 @@ from penjing.train.plan.cost import step_time
 from penjing.train.plan.estimate import estimate_memory
 from penjing.train.plan.hardware import hardware
 from penjing.train.plan.memory import PENJING, TORCHTITAN, Run, live_chunks, parallel_memory
+from penjing.train.plan.planner import plan_recipe, recipe_text
+from penjing.train.plan.preflight import check_recipe
 from penjing.train.plan.published import published
 from penjing.train.plan.search import run_line, search
 from penjing.train.recipe.recipe import TrainRecipe
@@ -151,6 +153,25 @@ def test_a_large_model_is_split_and_a_small_one_is_not():
     small = load_recipe(TrainRecipe, LARGE).model
     found = search(small, hardware("h100"), gpus=8, memory=80 * 2**30, gpus_per_node=8, batch_size=64, length=4096)  # type: ignore[arg-type]
     assert found.best[0].run.dp == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("compile=false", "too large: with activations"),
+        ("compile=true", "impossible: memory.recompute"),
+        ("optimizer.name=muon", "impossible: optimizer.name"),
+        ("data.document_mask=true", "impossible: data.document_mask"),
+    ],
+)
+def test_training_takes_each_way_that_is_proposed(tmp_path: Path, settings: str, reason: str) -> None:
+    given = [settings, "data.batch_size=64", "data.sequence_length=16384", "model.max_position_embeddings=16384"]
+    given += ["model.tie_word_embeddings=false", "memory.recompute=none"]
+    found = plan_recipe(LARGE, given, gpus=4, memory="34GiB")
+    assert reason in found.rejected
+    for each in found.best:
+        (path := tmp_path / "planned.toml").write_text(recipe_text(LARGE, given, each, 4))
+        check_recipe(load_recipe(TrainRecipe, path), 4)
 
 
 def test_meshes_that_training_refuses_are_counted_and_not_proposed():
