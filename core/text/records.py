@@ -61,6 +61,13 @@ class Damage:
     part: bool = False
 
 
+def said_text(content: object) -> str:
+    """The text of a message's `content`: of parts theirs, which images have none of; of a call of a tool none."""
+    if isinstance(content, list):
+        return "".join(said_text(part.get("text") if isinstance(part, dict) else part) for part in content)
+    return content if isinstance(content, str) else ""
+
+
 def form_of(file: AnyFile) -> str:
     """The suffix of `file` without that of a compression, in lower case: ".txt" of "a.txt.gz"."""
     name = Path(file.stem) if file.suffix.lower() in COMPRESSED else file

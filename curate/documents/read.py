@@ -10,7 +10,7 @@ from pathlib import Path
 from penjing.core.errors import InputError, PenjingError
 from penjing.core.progress import Progress
 from penjing.core.remote.files import RemoteFile, is_remote, remote_file
-from penjing.core.text.records import LINES, TABLES, AnyFile, Damage, form_of, read_records
+from penjing.core.text.records import LINES, TABLES, AnyFile, Damage, form_of, read_records, said_text
 from penjing.core.text.source_files import files_below, remote_files_below
 from penjing.curate.documents.debian import fetch_debian
 from penjing.curate.documents.document import Document
@@ -176,11 +176,4 @@ def conversation_text(messages: object) -> str:
     if not isinstance(messages, list):
         return ""
     contents = (each.get("content") for each in messages if isinstance(each, dict))
-    return "\n\n".join(filter(None, map(_content_text, contents)))
-
-
-def _content_text(content: object) -> str:
-    """What is text of a message's content, which may be a list of parts of which some are pictures."""
-    if isinstance(content, list):
-        return "".join(_content_text(part.get("text") if isinstance(part, dict) else part) for part in content)
-    return content if isinstance(content, str) else ""  # calls of tools have none
+    return "\n\n".join(filter(None, map(said_text, contents)))

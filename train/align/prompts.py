@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penjing.core.progress import Progress
+from penjing.core.text.records import said_text
 from penjing.train.chat.rows import Row, RowError, TooLongError, take_rows
 from penjing.train.chat.tokens import ChatTokens
 
@@ -24,7 +25,8 @@ class Prompt:
     def text(self) -> str:
         """What is asked: the prompt, or the last message of it."""
         given = self.row.get("prompt", self.row.get("messages"))
-        return given if isinstance(given, str) else str(given[-1]["content"])  # type: ignore[index]  # was rendered
+        last = given if isinstance(given, str) else given[-1]["content"]  # type: ignore[index]  # was rendered
+        return said_text(last)
 
     @property
     def key(self) -> bytes:

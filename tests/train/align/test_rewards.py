@@ -158,3 +158,10 @@ def test_a_function_of_a_file_that_is_named_from_here_tells_its_line(
 def test_a_function_of_other_parameters_is_refused_before_anything_is_sampled(functions: Path) -> None:
     with pytest.raises(InputError, match=r"is called as function\(prompt, answer, row\): .*; name its parameters"):
         UserReward(f"{functions}:others", timeout=300.0)
+
+
+def test_a_prompt_in_parts_is_what_it_says(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Add 3 "}, {"type": "text", "text": "and 4, please."}]
+    prompt = Prompt([5], {"prompt": [{"role": "user", "content": parts}], "answer": "4"})
+    assert prompt.text == "Add 3 and 4, please."
+    assert Verifier("number")(prompt, answers("3 and 4", "It is 4")) == [0.0, 1.0]
