@@ -259,6 +259,8 @@ class Stream:
                 self._end_call()
             time.sleep(settings.delay_before_retry(failure, self._chunks, attempt, self._deadline))
             attempt += 1
+            if self._closed:  # meanwhile, by another thread: nobody wants the answer
+                return
             self._start()
 
 

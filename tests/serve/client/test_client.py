@@ -23,6 +23,7 @@ from penjing.core.errors import (
     ServerError,
     UnavailableError,
 )
+from penjing.serve.client import calls
 from penjing.serve.client.client import AsyncClient, Client
 from penjing.serve.client.errors import call_failed
 from penjing.serve.client.protocol import PING
@@ -280,6 +281,19 @@ def test_another_thread_may_close_a_stream(script: Script) -> None:
         threading.Timer(0.2, stream.close).start()
         assert len(list(stream)) > 1
         assert script.cancelled.wait(5)
+
+
+def test_a_stream_that_is_closed_before_it_tries_again_does_not(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked again all the same, and nobody could cancel that."""
+    monkeypatch.setattr(calls, "FIRST_DELAY", 2.0)
+    script.answers = [UNAVAILABLE, text("ok")]
+    with Client(script.address) as client:
+        stream = client.stream("hi")
+        threading.Timer(0.1, stream.close).start()
+        assert list(stream) == []
+        assert len(script.requests) == 1
 
 
 def test_what_is_answered_is_not_cancelled(script: Script) -> None:
