@@ -27,7 +27,7 @@ from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import READY, detach_supervisor
 from penjing.serve.supervisor.install import ServerInstall, install
-from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model
+from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model, named_adapters
 from penjing.serve.supervisor.process import (
     EXIT_SECONDS,
     MODEL_PROCESS,
@@ -105,7 +105,9 @@ class _Supervisor:
         self.engine_json, self.progress = engine_json, progress
         self.family = family_at(model)
         self.settings = parse_config(self.family.settings, json.loads(engine_json), "--set")
-        self.front = KeptFront(config.front, (self._shown(),), config.grpc_port)
+        # Read once: a model goes on when its folder has been moved or deleted.
+        self._facts = front_model(config, model, self.family, self.settings, aliases=(self.family.name,))
+        self.front = KeptFront(config.front, (self._facts,), config.grpc_port)
         self._adapters: tuple[int, ...] = ()
         self.stops = 0  # signals received: one drains, two end at once
         self._saved, self._kept_files = True, 0.0
@@ -146,7 +148,7 @@ class _Supervisor:
         self.stops += 1
 
     def _shown(self) -> FrontModel:
-        return front_model(self.config, self.model, self.family, self.settings, aliases=(self.family.name,))
+        return self._facts.model_copy(update={"adapters": named_adapters(self.config.grpc_port, self.settings)})
 
     def _keep_front(self) -> None:
         adapters = adapters_stamp(self.config.grpc_port)

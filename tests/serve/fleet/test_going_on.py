@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,8 @@ from penjing.serve.fleet.names import read_names
 from penjing.serve.fleet.plan import make_plan
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig
+from penjing.serve.supervisor.supervisor import _Supervisor
+from penjing.serve.triton.adapter_list import AdapterEntry, ServedAdapters, said_path, write_list
 from tests.serve.triton.serving import free_ports
 
 
@@ -51,6 +54,23 @@ def test_a_model_whose_folder_is_gone_goes_on(fleet: Fleet, folders: dict[str, P
         ("llm:1", "llm", "llm", 1),
         ("llm:2", "llm", "llm", 2),
     ]
+
+
+def test_a_single_model_whose_folder_is_gone_goes_on(folders: dict[str, Path]) -> None:
+    """An adapter that was removed then ended it."""
+    port, folder = free_ports(1)[0], folders["llm:1"]
+    supervisor = _Supervisor(Mock(), folder, ServeConfig(grpc_port=port, metrics_port=port + 1), "{}", Silent())
+    before = supervisor._shown()
+    shutil.rmtree(folder)
+    said = said_path(state.adapters_path(port))
+    said.parent.mkdir(parents=True, exist_ok=True)
+    write_list(said, ServedAdapters(id="", adapters={"a": AdapterEntry(folder=folder, id="")}))
+    try:
+        supervisor._keep_front()
+        assert supervisor._shown() == before.model_copy(update={"adapters": ("a",)})
+    finally:
+        said.unlink()
+        state.state_path(port).unlink(missing_ok=True)
 
 
 def test_a_machine_without_room_for_processes_ends_no_model(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
