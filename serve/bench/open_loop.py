@@ -221,7 +221,7 @@ async def send(address: Address, outcome: Outcome, model: str, due: float) -> No
                     outcome.arrivals.append(time.monotonic() - due)
                 if event.get("usage"):
                     outcome.tokens = event["usage"]["completion_tokens"]
-    except OSError:  # of the connection, of TLS, or the time is up
+    except (OSError, ValueError):  # of the connection, of TLS, or the time is up; or half an event came last
         outcome.tokens = 0  # an answer that was cut off is not complete
     finally:
         writer.close()

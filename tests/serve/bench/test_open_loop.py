@@ -35,9 +35,9 @@ def outcome(at: float, arrivals: list[float], tokens: int = 3, status: int = 200
 class Door:
     """Answers as the front does, but only when so many requests have come."""
 
-    def __init__(self, wait_for: int, status: int = 200) -> None:
+    def __init__(self, wait_for: int, status: int = 200, breaks: bool = False) -> None:
         self.bodies: list[Any] = []
-        self._wait_for, self._status = wait_for, status
+        self._wait_for, self._status, self._breaks = wait_for, status, breaks
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readexactly(1)
@@ -60,7 +60,11 @@ class Door:
             await self._all_there.wait()
             usage = {"completion_tokens": asked["max_tokens"]}
             for event in ({"choices": [{"delta": {"content": "a"}}]}, {"choices": [], "usage": usage}):
-                writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                written = b"data: " + json.dumps(event).encode() + b"\n\n"
+                if self._breaks and event["choices"] and len(self.bodies) % 2:
+                    writer.write(written + written[:-9])
+                    return writer.close()
+                writer.write(written)
             writer.write(b"data: [DONE]\n\n")
         writer.close()
 
@@ -153,6 +157,14 @@ def test_no_request_waits_for_another_and_waiting_counts_from_when_it_was_due(tm
         assert each.arrivals[0] >= last - each.asked.at
     write_load_page(found, outcomes, tmp_path / "out.html")
     assert (tmp_path / "out.html").stat().st_size > 10_000
+
+
+def test_a_server_that_ends_in_the_middle_of_an_event_is_measured() -> None:
+    """Half an event, as of a server that is killed, ended the run and all that it had measured."""
+    with open_door(Door(1, breaks=True)) as address:
+        found, outcomes = bench_open_loop(address, "chat", 20, 0.5, GOALS)
+    assert 0 < found["complete"] < len(outcomes)
+    assert found["failed"] == len(outcomes) - found["complete"]
 
 
 def test_a_front_that_speaks_https_is_measured_if_its_certificate_is_trusted(
