@@ -74,6 +74,15 @@ def _normalized(  # as the operator has them
     return _aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, variance, momentum, eps)[0]
 
 
+def _log_sigmoid(x: Tensor) -> Tensor:
+    # ONNX Runtime takes no sigmoid below that of −18, and the exporter the logarithm of it.
+    return -_aten.softplus.default(-x)
+
+
+def _added_exponentials(x: Tensor, other: Tensor) -> Tensor:
+    return _aten.maximum.default(x, other) + _aten.softplus.default(-(x - other).abs())  # the exporter's overflows
+
+
 def _averaged(pool: OpOverload) -> Callable[..., Tensor]:
     """An average with a divisor of its own, which the exporter would leave out."""
 
@@ -107,6 +116,8 @@ _PARTS: dict[Any, Callable[..., Tensor]] = {
     _aten.rsub.Scalar: _subtracted_from,
     _aten.dropout.default: _kept,
     _aten.batch_norm.default: _normalized,
+    _aten.log_sigmoid.default: _log_sigmoid,
+    _aten.logaddexp.default: _added_exponentials,
     _aten.avg_pool2d.default: _averaged(_aten.avg_pool2d.default),
     _aten.avg_pool3d.default: _averaged(_aten.avg_pool3d.default),
 }

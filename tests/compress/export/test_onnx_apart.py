@@ -156,3 +156,17 @@ def test_an_average_keeps_a_divisor_of_its_own(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found), Sums(False)(x))
     with pytest.raises(InputError, match="divisor_override and ceil_mode has no form in ONNX"):
         export_network(from_torch(Sums(True), (x,)), tmp_path / "b.onnx", {})
+
+
+@torch.no_grad()
+def test_logarithms_are_those_of_large_numbers_too(tmp_path: Path) -> None:
+    class Logarithms(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.logsigmoid(x) + torch.logaddexp(x, x.flip(1)) - torch.logsumexp(x, 1, keepdim=True)
+
+    x = torch.tensor([[-200.0, -50.0, -19.0, -1.0, 0.0, 3.0, 40.0, 200.0]])
+    network = from_torch(Logarithms(), (x,))
+    export_network(network, tmp_path / "a.onnx", {})
+    names = [network.config.inputs[0].name], [network.config.outputs[0].name]
+    (found,) = open_graph(tmp_path / "a.onnx", threads=1, names=names).run(None, {names[0][0]: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), Logarithms()(x))
