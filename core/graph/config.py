@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.family import family_of
 from penjing.core.manifest import read_json_object
 
 Meaning = Literal["tensors", "classes", "embedding"]
@@ -92,6 +93,10 @@ def graph_config(folder: Path) -> GraphConfig:
     Raises:
         InputError: missing, damaged, or of another kind.
     """
+    if (family := family_of(folder)) != "graph":
+        raise InputError(
+            f"{folder} is of the family {family!r}, and no graph; 'penjing import' makes one of any network"
+        )
     try:
         return parse_config(GraphConfig, read_json_object(folder / "config.json"), str(folder / "config.json"))
     except ConfigError as error:

@@ -112,6 +112,11 @@ def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
         quantized(torch.randn(3, 4))
 
 
+def test_a_folder_of_another_family_is_refused_by_its_name(tiny_checkpoint: Path) -> None:
+    with pytest.raises(penjing.InputError, match="is of the family 'decoder', and no graph"):
+        penjing.Network.load(tiny_checkpoint)
+
+
 def test_inputs_that_do_not_fit_are_refused_by_name() -> None:
     pair = penjing.Network.from_torch(Pair().eval(), (torch.randn(4, 6), torch.randn(4, 2)))
     quantized = pair.quantize({"x": torch.randn(64, 6), "y": torch.randn(64, 2)})
