@@ -8,7 +8,7 @@ from penjing.compress.export.record import ExportRecord, Form
 from penjing.compress.families.base import Exporter, family_at
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, megabytes
 
 
 def export_artifact(
@@ -58,7 +58,7 @@ def print_export(out: Path, record: ExportRecord) -> None:
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"wrote {out} ({sum(path.stat().st_size for path in files) / 1e6:.1f} MB)")
+    console.print(f"wrote {out} ({megabytes(sum(path.stat().st_size for path in files))})")
     for each in record.differences:
         end = "" if each.same is None else f", {each.same:.1%} the same"
         console.print(f"  {each.between[1]} against {each.between[0]}, {each.quantity}: mean {each.mean:.2g}{end}")

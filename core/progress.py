@@ -172,8 +172,10 @@ def clock(seconds: float) -> str:
 
 
 def megabytes(count: int) -> str:
-    """Bytes for messages: "1.23 MB", "538 MB", "14.2 GB"."""
-    if 10**4 <= count < 10**7:
+    """Bytes for messages: "3.4 kB", "1.23 MB", "538 MB", "14.2 GB"."""
+    if count < 10**5:
+        return f"{count / 1e3:.3g} kB"
+    if count < 10**7:
         return f"{count / 1e6:.2f} MB"
     return f"{count / 1e9:.1f} GB" if count >= 10**10 else f"{count / 1e6:.0f} MB"
 

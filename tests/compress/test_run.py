@@ -229,7 +229,7 @@ def test_too_little_disk_and_memory_are_refused_before_work_starts(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 10))  # pyright: ignore
-        with pytest.raises(SetupError, match=r"has 0 MB free, the steps need .*; free some space"):
+        with pytest.raises(SetupError, match=r"has 0.01 kB free, the steps need .*; free some space"):
             bench.run(prune(0.1) + heal())
     monkeypatch.setattr("penjing.compress.preflight.available_bytes", lambda: 1000)
     with pytest.raises(SetupError, match="of memory are available, the steps need about"):

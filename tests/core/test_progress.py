@@ -5,7 +5,16 @@ from rich.console import Console
 
 from penjing.core.cli import guarded
 from penjing.core.errors import InputError
-from penjing.core.progress import PlainProgress, TerminalProgress, _flatten, clock, print_table, printable, time_left
+from penjing.core.progress import (
+    PlainProgress,
+    TerminalProgress,
+    _flatten,
+    clock,
+    megabytes,
+    print_table,
+    printable,
+    time_left,
+)
 
 
 def test_plain_progress_prints_one_line_a_task(capsys):
@@ -52,6 +61,18 @@ def test_the_time_to_go_is_known_where_a_part_takes_longer_than_rich_looks_back(
         now[0] += 60.0
         progress.advance()
     assert time_left(progress.bar.tasks[0]) == "2:00"
+
+
+def test_sizes_for_messages():
+    sizes = [0, 3_400, 99_900, 100_000, 538_060_032, 14_200_000_000]
+    assert [megabytes(size) for size in sizes] == [
+        "0 kB",
+        "3.4 kB",
+        "99.9 kB",
+        "0.10 MB",
+        "538 MB",
+        "14.2 GB",
+    ]
 
 
 def test_brackets_of_names_are_shown(capsys, monkeypatch):

@@ -164,7 +164,7 @@ def test_too_little_disk_is_refused_before_work_starts(
     tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # pyright: ignore
-    with pytest.raises(SetupError, match=r"has 0 MB free, the steps need .*; free some space"):
+    with pytest.raises(SetupError, match=r"has 1 kB free, the steps need .*; free some space"):
         run_recipe(tiny_int8 / "recipe.toml", out=tmp_path / "out")
 
 
