@@ -16,6 +16,7 @@ from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import FLOATING, PackedInt4
 from penjing.kernels.int8_linear import PackedInt8
+from penjing.kernels.low_rank import LINE
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Packer:
         total = 0
         for group in groups:
             together = [group] if joins(group) else [[linear] for linear in group]
-            total += sum(self._needed(one, len(one) == 2) for one in together if not isinstance(one[0], FloatLinear))
+            total += sum(
+                _lines(self._needed(one, len(one) == 2)) for one in together if not isinstance(one[0], FloatLinear)
+            )
         self.memory = extension.empty_pages((total,), torch.uint8)
         kept.append(self.memory)
 
@@ -101,7 +104,7 @@ class Packer:
             return float_linear(weight, bias)
         needed = self._needed(group, swiglu)
         memory = self.memory[self.used : self.used + needed]
-        self.used += needed
+        self.used += _lines(needed)
         if isinstance(first, PackedInt4):
             fours = [linear for linear in group if isinstance(linear, PackedInt4)]
             parts = [linear.part for linear in fours]
@@ -141,6 +144,11 @@ class Packer:
         if isinstance(first, PackedInt8) and first.group:
             return self.extension.packed_stepped_bytes(columns, first.in_features, first.group, swiglu)
         return self.extension.packed_bytes(columns, size(first)[1], swiglu)
+
+
+def _lines(size: int) -> int:
+    """Bytes that end where the next layer may begin: an odd number of groups of 16 columns ends amid a cache line."""
+    return -(-size // LINE) * LINE
 
 
 def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | PackedInt4]) -> list[Panels]:

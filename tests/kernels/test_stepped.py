@@ -7,8 +7,9 @@ from torch import Tensor
 
 from penjing.core.runtime.quantized import Int8Linear, moved
 from penjing.kernels.dispatch import force_torch
-from penjing.kernels.int4_linear import pack_int4
+from penjing.kernels.int4_linear import pack_int4, prepack_int4
 from penjing.kernels.int8_linear import int8_linear, prepack_int8
+from penjing.kernels.step_layers import pack_together
 from penjing.kernels.stepped import SteppedInt8, stepped_int8
 from tests.kernels.cpu import needs_extension, the_extension
 
@@ -111,6 +112,19 @@ def changed(tensor: Tensor, value: int) -> Tensor:
 def test_what_leaves_int8_is_refused(weight: Tensor, step: Tensor, offset: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stepped_int8(weight, step, offset)
+
+
+@needs_extension
+@pytest.mark.parametrize("steps", [False, True], ids=["INT4", "in steps"])
+def test_layers_that_end_amid_a_cache_line_lie_one_behind_the_other(steps: bool) -> None:
+    """80 outputs are five times 16, and their inputs three groups."""
+    scales, x = torch.rand(80, 3, generator=generator(1)).half(), torch.randn(3, 96, generator=generator(2))
+    weights = [random_steps(80, 96, 32, seed) for seed in (0, 1)]
+    layers = [
+        prepack_int8(each, torch.ones(80)) if steps else prepack_int4(each.packed_NK8, scales) for each in weights
+    ]
+    for layer, panels in zip(layers, pack_together(the_extension(), layers), strict=True):
+        assert torch.equal(the_extension().int8_linear(x, panels), the_extension().int8_linear(x, layer.panels))
 
 
 @needs_extension
