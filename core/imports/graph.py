@@ -227,7 +227,7 @@ def _labelled(network: Network, options: GraphOptions) -> Network:
 
 def _labels(path: Path) -> tuple[str, ...]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a byte order mark
         found = json.loads(text) if path.suffix == ".json" else text.splitlines()
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the labels in {path}: {error}; write one a line, or a JSON list") from None

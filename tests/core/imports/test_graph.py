@@ -252,6 +252,15 @@ def test_a_tied_weight_that_a_file_holds_once_is_not_missing(models: str, tmp_pa
     torch.testing.assert_close(load_network(out)(ids)[0], weight[ids] @ weight.t())
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".json"])
+def test_a_byte_order_mark_is_no_part_of_a_label(models: str, tmp_path: Path, suffix: str) -> None:
+    names = [f"class {index}" for index in range(10)]
+    path = tmp_path / f"labels{suffix}"
+    path.write_text("\n".join(names) if suffix == ".txt" else json.dumps(names), encoding="utf-8-sig")
+    out = import_graph(f"{models}:build", tmp_path / "out", graph_options(labels=path))
+    assert load_network(out).config.labels == tuple(names)
+
+
 def test_an_example_that_is_no_inputs_is_named(models: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="returned a int as its example; return"):
         import_graph(f"{models}:counted", tmp_path / "out")
