@@ -127,7 +127,7 @@ def _slice(call: Call) -> Tensor:
             continue
         size = int(x.shape[axis])  # a negative step needs a size that is fixed
         places = list(range(size))[slice(start, None if end < -size else end, step)]
-        x = x.flip(axis) if len(places) == size else x.index_select(axis, torch.tensor(places))
+        x = x.flip(axis) if len(places) == size else x.index_select(axis, torch.tensor(places, dtype=torch.int64))
     return x
 
 

@@ -284,6 +284,7 @@ CASES = [
     case("Slice", X, [i(0, 1), i(2, 4), i(1, 2), i(1, 2)]),
     case("Slice", X, [i(-1), i(-100), i(2), i(-1)]),
     case("Slice", X, [i(3), i(0), i(2), i(-2)]),
+    case("Slice", X, [i(1), i(3), i(2), i(-1)]),
     case("Slice", X, opset=9, starts=[0, 1], ends=[100, -1], axes=[1, 2]),
     case("Gather", X, i(1, 0, -1), axis=1),
     case("Gather", X, np.int64(1), axis=2),
