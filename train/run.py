@@ -33,7 +33,7 @@ from penjing.train.numerics.compiled import compile_model
 from penjing.train.numerics.precision import (
     Precision,
     apply_environment,
-    for_device,
+    for_devices,
     multiplies_bfloat16,
     slow_modes,
 )
@@ -141,7 +141,8 @@ def train_task(
 
 class _Run:
     def __init__(self, recipe: RunRecipe, task: Task, world: World, progress: Progress) -> None:
-        self.recipe = recipe.model_copy(update={"precision": for_device(recipe.precision, world.device)})
+        able = world.sum(torch.tensor(float(multiplies_bfloat16(world.device))))  # "auto" is the same in all processes
+        self.recipe = recipe.model_copy(update={"precision": for_devices(recipe.precision, bool(able == world.size))})
         self.task = task
         self.world = world
         self.progress = progress

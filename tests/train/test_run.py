@@ -16,12 +16,17 @@ from torch._dynamo.utils import counters
 
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import verify
+from penjing.core.progress import Silent
 from penjing.serve.generate import generate_stream
 from penjing.serve.sampling.params import SamplingParams
+from penjing.train import run as run_module
+from penjing.train.families.base import build_task
 from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.alarms import AlarmError
 from penjing.train.numerics.compiled import compile_model
 from penjing.train.parallel.traffic import read_trace
+from penjing.train.processes.world import World
+from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train
 from tests.train.launched import Launched
 
@@ -43,6 +48,18 @@ class Notes:
 
     def note(self, message: str) -> None:
         self.lines.append(message)
+
+
+@pytest.mark.parametrize(("others", "mode"), [(0, "fp32"), (1, "bf16")])
+def test_auto_is_one_mode_in_all_processes(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, others: int, mode: str
+) -> None:
+    """Beside another process, whose device has instructions for bfloat16 or not."""
+    monkeypatch.setattr(run_module, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(World, "sum", lambda self, values: values + others)
+    found = load_train_recipe(recipe, ["precision.mode=auto"])
+    run = run_module._Run(found, build_task(found, Silent()), World(size=2), Silent())
+    assert run.recipe.precision.mode == mode
 
 
 def test_a_recipe_becomes_a_checkpoint_that_transformers_loads(recipe: Path, tmp_path: Path, losses: Losses) -> None:

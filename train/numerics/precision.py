@@ -6,7 +6,7 @@ ordered list of rules, each for a group or a name pattern and everything below i
 changes the mode over the run.
 
 mode      computes in
-auto      bf16 where the device has instructions for it, else fp32
+auto      bf16 where the devices of all processes have instructions for it, else fp32
 fp32      IEEE float32
 tf32      TensorFloat-32 matrix products (NVIDIA Ampere or newer)
 bf16      bfloat16 matrix products and convolutions
@@ -155,9 +155,9 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def for_device(config: PrecisionConfig, device: torch.device) -> PrecisionConfig:
-    """`config` with "auto" replaced by what suits `device`."""
-    best: Mode = "bf16" if multiplies_bfloat16(device) else "fp32"
+def for_devices(config: PrecisionConfig, have_bfloat16: bool) -> PrecisionConfig:
+    """`config` with "auto" replaced by what suits devices that all have instructions for bfloat16, or not."""
+    best: Mode = "bf16" if have_bfloat16 else "fp32"
     schedule = tuple(
         phase.model_copy(update={"mode": best}) if phase.mode == "auto" else phase for phase in config.schedule
     )
@@ -211,7 +211,7 @@ class Precision:
     ) -> None:
         check_hardware(config, device)
         self._gather = gather
-        self.config = for_device(config, device)
+        self.config = for_devices(config, multiplies_bfloat16(device))
         self._model = model
         self._device = device
         self._mode: Mode | None = None

@@ -21,7 +21,7 @@ from penjing.train.numerics.precision import (
     Rule,
     allow_tf32,
     apply_environment,
-    for_device,
+    for_devices,
     set_formats,
     slow_modes,
 )
@@ -225,7 +225,7 @@ def test_auto_is_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> 
     config = PrecisionConfig(mode="auto", schedule=(Phase(until=0.5, mode="auto"), Phase(until=0.7, mode="fp16")))
     for supported, expected in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device, supported=supported: supported)
-        chosen = for_device(config, CPU)
+        chosen = for_devices(config, supported)
         assert (chosen.mode, [phase.mode for phase in chosen.schedule]) == (expected, [expected, "fp16"])
         assert Precision(model_of_three(), PrecisionConfig(mode="auto"), CPU).mode == expected
         slow = slow_modes(PrecisionConfig(mode="hybrid"), CPU)
