@@ -174,8 +174,9 @@ class Order:
         mine = self.state_dict()
         for name in ("num_samples", "batch_size", "seed", "near"):
             if state.get(name) != mine.get(name):
+                held = " and whether there are evaluations (evaluation.every), for which samples are held out,"
                 raise InputError(
                     f"the checkpoint was made with {name}={state.get(name)}, this run has {mine.get(name)}; "
-                    "set [data] and seed as they were, or start a new run"
+                    f"set [data] and seed{held if name == 'num_samples' else ''} as they were, or start a new run"
                 )
         self._taken, self._part = int(state["taken"]), 0

@@ -109,6 +109,14 @@ def test_an_evaluation_takes_conversations_from_everywhere(recipe: Path, tmp_pat
     assert judged_places(set(), 256) == []
 
 
+def test_a_run_without_evaluations_cannot_go_on_with_some(recipe: Path) -> None:
+    """Its settings of [data] are the same, and what it learns from is not."""
+    settings = ["data.held_out=0.3", "data.packing=false"]
+    train(recipe, [*settings, "steps=1"])
+    with pytest.raises(InputError, match=r"num_samples=3, this run has 2; .* are evaluations \(evaluation.every\)"):
+        train(recipe, [*settings, "steps=2", "evaluation.every=1"], resume="auto")
+
+
 def test_conversations_that_are_learnt_whole_are_held_out_too(recipe: Path) -> None:
     settings = ["data.learn=all", "data.held_out=0.3", "evaluation.every=1"]
     task = build_task(load_train_recipe(recipe, settings), Silent())
