@@ -24,7 +24,7 @@ from penjing.serve.fleet.change import forget_changes
 from penjing.serve.fleet.changer import Changer
 from penjing.serve.fleet.member import READY, Member
 from penjing.serve.fleet.plan import FleetPlan
-from penjing.serve.fleet.state import FleetState, fleet_path, write_fleet
+from penjing.serve.fleet.state import FleetState, fleet_path, write_first_fleet, write_fleet
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp
 from penjing.serve.supervisor.state import ServerState, append_log, owning, write_state
@@ -58,9 +58,11 @@ class Fleet:
 
         Raises:
             ServerError: a model cannot be loaded.
+            SetupError: the disk is full.
         """
         os.umask(0o077)
         forget_changes(self.port)
+        write_first_fleet(self.state)
         self.progress.start(f"loading {self.plan.names}", len(self.members))
         with self._signals():
             try:

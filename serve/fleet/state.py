@@ -33,10 +33,19 @@ def fleet_path(port: int) -> Path:
     return run_folder() / f"{port}.fleet.json"
 
 
+def write_first_fleet(state: FleetState) -> None:
+    """Write `state` before anything starts, which nobody could find or stop without it.
+
+    Raises:
+        SetupError: the disk does not take it.
+    """
+    atomic_write_text(fleet_path(state.port), json.dumps(asdict(state), indent=2) + "\n")
+
+
 def write_fleet(state: FleetState) -> bool:
     """Write `state`; False where the disk does not take it."""
     try:
-        atomic_write_text(fleet_path(state.port), json.dumps(asdict(state), indent=2) + "\n")
+        write_first_fleet(state)
     except (SetupError, OSError):
         return False
     return True

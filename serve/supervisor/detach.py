@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penjing.core.errors import ServerError
-from penjing.core.files import writing
+from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig
@@ -93,6 +93,8 @@ def start_behind(
         while not is_ready(process.pid):
             if process.poll() is not None:
                 reason = errors.read_text(encoding="utf-8", errors="replace").strip()
+                if not reason:  # a full disk takes no last words: then it is what is told
+                    atomic_write_text(errors, f"{silent}\n", 0o600)
                 raise ServerError(reason.removeprefix("error: ") or silent)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:

@@ -180,10 +180,19 @@ def fleet_ports(state: ServerState) -> list[int]:
     return sorted({state.grpc_port, *others})
 
 
+def write_first_state(state: ServerState) -> None:
+    """Write `state` before a server starts, which nobody could find or stop without it.
+
+    Raises:
+        SetupError: the disk does not take it.
+    """
+    atomic_write_text(state_path(state.grpc_port), json.dumps(asdict(state), indent=2) + "\n")
+
+
 def write_state(state: ServerState) -> bool:
     """Write `state`; False where the disk does not take it, which must not end a server that answers."""
     try:
-        atomic_write_text(state_path(state.grpc_port), json.dumps(asdict(state), indent=2) + "\n")
+        write_first_state(state)
     except (SetupError, OSError):
         return False
     return True

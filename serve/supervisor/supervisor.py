@@ -126,11 +126,12 @@ class _Supervisor:
         )
 
     def run(self) -> None:
-        """Returns after a stop; raises ServerError if the first start fails."""
+        """Returns after a stop; raises ServerError if the first start fails, and SetupError if the disk is full."""
         os.umask(0o077)
         state.log_path(self.config.grpc_port).unlink(missing_ok=True)
         if not self.config.fleet_pid:
             state.forget_adapters(self.config.grpc_port)
+            state.write_first_state(self.state)
         self.progress.start(f"loading {self.model.name}", 1)
         with stop_signals(self._stop) as self.wake_fd:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from penjing.core.errors import SetupError
 from penjing.core.progress import Silent
 from penjing.serve.fleet.change import Answered, change_path, outcome_path
 from penjing.serve.fleet.fleet import Fleet
 from penjing.serve.fleet.names import read_names
 from penjing.serve.fleet.plan import make_plan
 from penjing.serve.supervisor import state
+from penjing.serve.supervisor.detach import start_behind
 from penjing.serve.supervisor.process import ServeConfig
 from penjing.serve.supervisor.supervisor import _Supervisor
 from penjing.serve.triton.adapter_list import AdapterEntry, ServedAdapters, said_path, write_list
@@ -71,6 +74,30 @@ def test_a_single_model_whose_folder_is_gone_goes_on(folders: dict[str, Path]) -
     finally:
         said.unlink()
         state.state_path(port).unlink(missing_ok=True)
+
+
+def test_nothing_is_started_on_a_full_disk(
+    fleet: Fleet, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It started, and answered; but `penjing serve --detach` waited for its state without an end, and `penjing stop`
+    said that there is no server."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    port = free_ports(1)[0]
+    supervisor = _Supervisor(
+        Mock(), folders["llm:1"], ServeConfig(grpc_port=port, metrics_port=port + 1), "{}", Silent()
+    )
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(state, "run_folder", lambda: tmp_path)
+    for start in (supervisor.run, fleet.run):
+        with pytest.raises(SetupError, match=r"cannot write .*\.json: the disk is full; free some space and run again"):
+            start()
+    with pytest.raises(SetupError, match="the disk is full"):  # which took no last words of it either
+        start_behind(["false"], state.errors_path(port), lambda _: False, "it ended without a word")
+    assert not state.state_path(port).exists()
+    assert not any(member.ready for member in fleet.members)
 
 
 def test_a_machine_without_room_for_processes_ends_no_model(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
