@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penjing.core.pages.page import AFTER, BEFORE, OTHERS, figure, render_page
-from penjing.core.progress import error_console
+from penjing.core.progress import error_console, typed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,9 +158,9 @@ def _command(result: dict[str, Any]) -> str:
     else:
         steps = f"--ratios {','.join(map(str, settings['ratios']))} --method {settings['method']}"
     return (
-        f"penjing compress sensitivity {result['checkpoint']} {steps}\n"
+        f"penjing compress sensitivity {typed(result['checkpoint'])} {steps} \\\n"
         f" --data {settings['data']} --{samples} {settings[samples]}"
-        + (f" --source {settings['source']}" if settings.get("source") else "")
+        + (f" --source {typed(settings['source'])}" if settings.get("source") else "")
     )
 
 

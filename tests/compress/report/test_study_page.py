@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
 
-from penjing.compress.report.study_page import most_sensitive, study_page
+from penjing.compress.report.study_page import _command, most_sensitive, study_page
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "accuracy": {"images": 64},
@@ -63,3 +64,12 @@ def test_a_page_says_what_was_measured(kind: str, quality: str, figures: int, te
 
 def test_the_most_sensitive_part_loses_most_at_the_last_step() -> None:
     assert most_sensitive(record("pruning", "perplexity")) == ["<second>", "first"]
+
+
+def test_the_command_is_one_that_can_be_pasted() -> None:
+    values: dict[str, Any] = record("pruning", "accuracy") | {"checkpoint": "my build/net"}
+    values["settings"]["source"] = "a b.npz"
+    command = _command(values)
+    expected = "my build/net|--ratios|0.1,0.5|--method|l1|--data|held-out|--images|64"
+    assert shlex.split(command.replace("\\\n", ""))[3:] == [*expected.split("|"), "--source", "a b.npz"]
+    assert all(line.endswith("\\") for line in command.splitlines()[:-1])
