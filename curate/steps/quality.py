@@ -84,6 +84,11 @@ class QualityStep(LearningStep):
             raise ValueError("quality needs `labels`, a file, or `label_with`, the address of a model: give one")
         if self.keep is not None and self.precision is not None:
             raise ValueError("keep and precision both choose the threshold; give one")
+        if self.label_with and self.num_labels > self.sample:
+            raise ValueError(
+                f"num_labels={self.num_labels} are to be judged of sample={self.sample} documents that the step looks "
+                "at; raise sample"
+            )
         return self
 
     def files(self) -> tuple[Path, ...]:

@@ -167,6 +167,10 @@ def test_what_is_too_little_is_refused(tmp_path: Path, encoder: Path) -> None:
         parse_config(QualityStep, {"kind": "quality"}, "test")
     with pytest.raises(ConfigError, match="both choose"):
         step(encoder, few, keep=0.5, precision=0.5)
+    asked = {"kind": "quality", "label_with": "http://localhost:1/v1", "num_labels": 3000}
+    with pytest.raises(ConfigError, match="num_labels=3000 are to be judged of sample=2000 documents"):
+        parse_config(QualityStep, asked, "test")
+    assert parse_config(QualityStep, {**asked, "sample": 3000}, "test").num_labels == 3000
 
 
 @pytest.mark.full
