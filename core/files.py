@@ -103,8 +103,11 @@ def atomic_write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
         mode: permissions, less those that the umask takes. A secret has 0o600: the umask itself belongs to all threads.
 
     Raises:
+        InputError: `path` is a folder.
         SetupError: disk full, no permission.
     """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of the file to write")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +118,8 @@ def atomic_write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
                 os.fsync(file.fileno())
             os.replace(partial, path)
             _sync(path.parent)
+        except FileNotFoundError as error:  # of the temporary name, which says nothing to whoever gave the other
+            raise FileNotFoundError(error.errno, error.strerror, str(path)) from error
         finally:
             partial.unlink(missing_ok=True)
 

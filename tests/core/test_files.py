@@ -194,6 +194,14 @@ def test_atomic_write_replaces(tmp_path: Path) -> None:
     assert names(tmp_path / "sub") == ["a"]
 
 
+def test_a_file_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a folder; give the name of the file to write"):
+        atomic_write_text(tmp_path, "x")
+    with pytest.raises(SetupError, match=r"cannot write /proc/x\.toml: no folder can be made there; choose another"):
+        atomic_write_text(Path("/proc/x.toml"), "x")
+    assert names(tmp_path) == []
+
+
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
