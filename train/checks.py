@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import check_replaceable
+from penjing.core.manifest import MANIFEST_NAME
 from penjing.train.batch_size import Cut, check_shares
 from penjing.train.families.base import Task
 from penjing.train.numerics.precision import check_hardware
@@ -30,13 +32,13 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
 
 
 def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
-    """Refuse to write over a checkpoint or a run, unless `force`.
+    """Refuse to write over a checkpoint or a run, unless `force`, and over anything that is neither.
 
     Raises:
-        InputError: there is one.
+        InputError: there is one, or the output is a file, lies in one, or is a folder that penjing did not make.
     """
     if resume == "never" and not force:
-        if (recipe.output / "penjing.json").exists():
+        if (recipe.output / MANIFEST_NAME).exists():
             raise InputError(
                 f"output {recipe.output} already exists; replace it with --force, or choose another output"
             )
@@ -45,6 +47,7 @@ def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
                 f"{recipe.run_folder} holds checkpoints of an earlier run; "
                 "go on with --resume auto, or start again with --force"
             )
+    check_replaceable(recipe.output.absolute(), True, MANIFEST_NAME)  # not after the last step
 
 
 def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:

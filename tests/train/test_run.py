@@ -213,6 +213,19 @@ def _interrupting(real: Callable[..., object]) -> Callable[..., object]:
     return next_
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_cannot_be_made_is_refused_before_the_first_step(
+    recipe: Path, tmp_path: Path, force: bool
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"notes holds no penjing.json, so it is not replaced"):
+        train(recipe, [f"output={tmp_path}/notes"], force=force)
+    with pytest.raises(InputError, match=r"mine.txt is a file; choose another output folder"):
+        train(recipe, [f"output={tmp_path}/notes/mine.txt"], force=force)
+    assert not (tmp_path / "notes-run").exists()
+
+
 def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
     results = train(recipe)
     assert train(recipe, resume="auto") == results  # nothing left to do, and the answer is the same
