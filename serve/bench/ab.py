@@ -114,9 +114,10 @@ def read_prompts(path: Path) -> list[str]:
         InputError: the file cannot be read as text.
     """
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as a file of prompts: {error}") from None
+    return text.removesuffix("\n").split("\n") if text else []  # `splitlines` would end lines at U+2028, too
 
 
 def _client(name: str) -> Client:

@@ -42,6 +42,8 @@ def test_prompts_are_long_paragraphs_or_a_files_lines(tmp_path: Path) -> None:
     assert [len(text) for text in paragraphs(5)] == [400] * 5
     (tmp_path / "prompts").write_text("one\ntwo\n")
     assert read_prompts(tmp_path / "prompts") == ["one", "two"]
+    (tmp_path / "unusual").write_bytes("one\u2028still one\r\n\x0ctwo".encode())
+    assert read_prompts(tmp_path / "unusual") == ["one\u2028still one", "\x0ctwo"]
     (tmp_path / "binary").write_bytes(b"\xff")
     for file in ("binary", "missing"):
         with pytest.raises(InputError, match="cannot be read as a file of prompts"):
