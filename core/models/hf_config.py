@@ -249,6 +249,11 @@ def _check_architecture(values: dict[str, Any], source: str) -> str:
         architectures = [architectures]
     named = ", ".join(map(str, architectures))
     supported = ", ".join(SUPPORTED_MODEL_TYPES)
+    if model_type is None:
+        raise InputError(
+            f"{source}: it names no model_type, so that this is no folder of a language model; take one that "
+            "'penjing import' or 'penjing train' made of a decoder"
+        )
     if isinstance(model_type, str) and model_type in FOLDED:
         raise InputError(
             f"{source}: {model_type} is read by import alone, which folds its weights: "
