@@ -238,11 +238,11 @@ def test_trackers_get_numbers_where_they_are_installed(tmp_path: Path, monkeypat
     with pytest.raises(SetupError, match="needs the package mlflow"):
         open_sinks(tmp_path, MonitorConfig(tensorboard=False, mlflow="e"), 0)
     heard: list[object] = []
-    run = SimpleNamespace(log=lambda *a, **k: heard.append((a, k)), finish=lambda: heard.append("finished"))
+    run = SimpleNamespace(id="w1", log=lambda *a, **k: heard.append((a, k)), finish=lambda: heard.append("finished"))
     wandb = SimpleNamespace(init=lambda **settings: heard.append(settings["project"]) or run)
     mlflow = SimpleNamespace(
         set_experiment=heard.append,
-        start_run=lambda run_name: heard.append(run_name),
+        start_run=lambda known, run_name: heard.append(run_name) or SimpleNamespace(info=SimpleNamespace(run_id="m1")),
         log_metrics=lambda *a, **k: heard.append((a, k)),
         end_run=lambda: heard.append("ended"),
     )
