@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -78,17 +79,15 @@ def source_files(source: str) -> list[tuple[AnyFile, str]]:
 def domain_names(sources: Sequence[str]) -> dict[str, str]:
     """Source → the domain of its documents for mixtures: the end of its path that no other source has, most often its
     name alone."""
-    parts = {source: source.removeprefix("builtin:").rstrip("/").split("/") for source in sources}
+    ends = {source: _ends(source.removeprefix("builtin:").rstrip("/")) for source in sources}
+    counts = Counter(end for each in ends.values() for end in each)
+    return {source: next((end for end in each if counts[end] == 1), each[-1]) for source, each in ends.items()}
 
-    def taken(source: str, length: int) -> bool:
-        end = parts[source][-length:]
-        return any(other[-length:] == end for name, other in parts.items() if name != source)
 
-    shortest = {
-        source: next((length for length in range(1, len(own)) if not taken(source, length)), len(own))
-        for source, own in parts.items()
-    }
-    return {source: "/".join(own[-shortest[source] :]) for source, own in parts.items()}
+def _ends(path: str) -> list[str]:
+    """The last name of `path`, the last two, and so on."""
+    parts = path.split("/")
+    return ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
 
 
 def domain_of(record: Record, name: str) -> str:
