@@ -106,7 +106,8 @@ class FrontProcess:
         try:
             self._start()
         except (PenjingError, OSError) as error:
-            os.close(self._beats)
+            if self._beats >= 0:  # without room for descriptors there is no pipe, either
+                os.close(self._beats)
             self._beats = -1
             self._wait_longer(now)
             return f"the HTTP front cannot be started: {error}"

@@ -16,7 +16,12 @@ from penjing.serve.site.process import FrontProcess
 from tests.serve.triton.serving import free_ports, wait_until
 
 
-def test_a_machine_without_room_for_processes_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "name", "number"), [(subprocess, "Popen", errno.EAGAIN), (os, "pipe", errno.EMFILE)], ids=["fork", "pipe"]
+)
+def test_a_machine_without_room_for_processes_ends_nobody(
+    where: Any, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ended the supervisor, and so the model, which went on answering."""
     job = FrontJob(front=FrontConfig(port=free_ports(1)[0]), models=(), log=tmp_path / "front.log")
     front = FrontProcess(job, tmp_path / "log")
@@ -33,15 +38,15 @@ def test_a_machine_without_room_for_processes_ends_nobody(tmp_path: Path, monkey
         with monkeypatch.context() as patch:
 
             def refuse(*_: Any, **__: Any) -> None:
-                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+                raise OSError(number, os.strerror(number))
 
-            patch.setattr(subprocess, "Popen", refuse)
+            patch.setattr(where, name, refuse)
             descriptors = len(os.listdir("/proc/self/fd"))
             assert keep()
             assert len(os.listdir("/proc/self/fd")) == descriptors
         assert said == [
             "the HTTP front ended unexpectedly (exit code -9)",
-            "the HTTP front cannot be started: [Errno 11] Resource temporarily unavailable",
+            f"the HTTP front cannot be started: [Errno {number}] {os.strerror(number)}",
         ]
         assert front.pid == 0
         wait_until(lambda: front.keep() is None and front.pid, 30, "the next start")
