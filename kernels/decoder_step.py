@@ -63,7 +63,7 @@ class DecoderStep:
         extension: CpuExtension,
         layers: Sequence[LayerWeights],
         embedding_VE: Tensor | Int8Table,
-        final_norm: Tensor,
+        final_norm: Tensor | None,
         lm_head: AnyLinear,
         *,
         num_heads: int,
@@ -81,7 +81,7 @@ class DecoderStep:
         Args:
             embedding_VE: (vocab, hidden) float32, bfloat16, float16 or INT8; tied in INT8, the rows are read from the
                 packed LM head.
-            final_norm: (hidden,).
+            final_norm: (hidden,); None: what leaves the last layer enters the head.
             inverse_frequency_F: (head_dim / 2,) float32, radians a token, or a row for each way that layers rotate.
             max_positions: positions 0 … max_positions − 1 may occur.
             rotary_scale: by what queries and keys that the first row rotates grow, as YaRN does it.
@@ -110,7 +110,7 @@ class DecoderStep:
             self._fill_layer(c_layer, layer, packer)
         model = abi.Model(
             layers=c_layers,
-            final_norm=self._vector(final_norm, self.hidden),
+            final_norm=self._optional(final_norm, self.hidden),
             head=packer.pack([lm_head]),
             num_layers=len(layers),
             vocab=self.vocab,

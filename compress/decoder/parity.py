@@ -27,6 +27,7 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.models.decoder import Decoder, capped_logits
 from penjing.core.progress import Progress, Silent
+from penjing.core.runtime.fused import fuse_layer
 from penjing.core.runtime.quantized import dequantized
 
 PROMPTS = (
@@ -121,15 +122,19 @@ def greedy_answer(logits_RV: Tensor) -> Answer:
 
 
 class _LayerGaps:
-    """Sends what a fake-quantized layer got through the INT8 runtime's layer too."""
+    """Sends what a fake-quantized layer got through the INT8 runtime's layer too: fused, where the engine fuses it."""
 
     def __init__(self, stream: LayerStream) -> None:
         self._stream = stream
         self.gaps: list[Tensor] = []
 
     def compare(self, layer: int, before_WTE: Tensor, after_WTE: Tensor) -> None:
-        runtime_WTE = before_WTE.clone()
-        self._stream.run(self._stream.stored_layer(layer), runtime_WTE)
+        stored, runtime_WTE = self._stream.stored_layer(layer), before_WTE.clone()
+        fused = fuse_layer(self._stream.config, layer, stored)
+        if fused is not None:
+            runtime_WTE = fused(before_WTE)
+        else:
+            self._stream.run(stored, runtime_WTE)
         size_WT1 = after_WTE.square().mean(dim=-1, keepdim=True).sqrt()
         self.gaps.append(((runtime_WTE - after_WTE).abs() / size_WT1).flatten())
 

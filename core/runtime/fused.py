@@ -1,17 +1,20 @@
-"""Turn a decoder into a `DecoderStep`, which the C++ extension runs in one call a step."""
+"""Turn a decoder, or a layer of one, into a `DecoderStep`, which the C++ extension runs in one call a step."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penjing.core.models.attention import Attention
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP
 from penjing.core.models.norm import RMSNorm
-from penjing.core.models.rope import ROTARIES, yarn_magnitudes
+from penjing.core.models.rope import ROTARIES, inverse_frequencies, yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
 from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
@@ -19,6 +22,7 @@ from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
 from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights
 
+PAGE = 16  # tokens of a page of keys and values, as the engine's are by default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SUPPORTED = (Decoder, Backbone, nn.ModuleList, nn.Embedding, Int8Embedding, DecoderLayer, Attention, MLP, RMSNorm)
 
@@ -33,7 +37,7 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
         logging.getLogger("penjing").info("decoder steps run on torch: %s", reason)
         return None
     config, backbone = model.config, model.model
-    layers = [_layer_weights(model, index) for index in range(config.num_hidden_layers)]
+    layers = [_layer_weights(config, index, layer) for index, layer in enumerate(backbone.layers)]
     embedding = backbone.embed_tokens
     extension = cpu_extension()
     assert extension is not None  # why_not_fused() has looked
@@ -43,16 +47,66 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
         embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight,
         backbone.norm.weight,
         _linear(model.lm_head),
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        eps=config.rms_norm_eps,
         inverse_frequency_F=backbone.inverse_frequency,
-        max_positions=config.max_position_embeddings,
-        rotary_scale=yarn_magnitudes(config.rope_scaling)[0],
-        attention_cap=config.attention_cap,
         logit_cap=config.logit_cap,
+        **_sizes(config),
     )
+
+
+def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callable[[Tensor], Tensor] | None:
+    """Lay out one layer as `fuse_decoder` does all of them; None where only the torch path serves.
+
+    Returns:
+        What W sequences of T tokens leave the layer with, given what they enter it with: (W, T, E) float32 both.
+    """
+    extension = cpu_extension()
+    if extension is None or _unsupported(layer) is not None:
+        return None
+    # Tokens beyond the vocabulary enter as they are given; the head's one logit is not looked at.
+    one_1E = torch.zeros(1, config.hidden_size)
+    step = DecoderStep(
+        extension,
+        [_layer_weights(config, index, layer)],
+        one_1E,
+        None,
+        FloatLinear(one_1E),
+        inverse_frequency_F=inverse_frequencies(config),
+        **_sizes(config),
+    )
+    step.keep_hidden()
+
+    def run(hidden_WTE: Tensor) -> Tensor:
+        (count, length, _), pages = hidden_WTE.shape, -(-hidden_WTE.shape[1] // PAGE)
+        rows_R = torch.arange(count * length, dtype=torch.int32)
+        positions_WT = torch.arange(length).expand(count, length)
+        first_page_W1 = torch.arange(count)[:, None] * pages
+        step.step(
+            1 + rows_R,
+            positions_WT.flatten().int(),
+            (first_page_W1 * PAGE + positions_WT).flatten(),
+            torch.arange(count + 1, dtype=torch.int32) * length,
+            torch.full((count,), length, dtype=torch.int32),
+            (first_page_W1 + torch.arange(pages)).int(),
+            rows_R,
+            torch.zeros(1, 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim),
+            seen_XE=hidden_WTE.flatten(0, 1).contiguous(),
+        )
+        assert step.hidden_RE is not None
+        return step.hidden_RE[: count * length].view(hidden_WTE.shape).clone()
+
+    return run
+
+
+def _sizes(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "eps": config.rms_norm_eps,
+        "max_positions": config.max_position_embeddings,
+        "rotary_scale": yarn_magnitudes(config.rope_scaling)[0],
+        "attention_cap": config.attention_cap,
+    }
 
 
 def why_not_fused(model: Decoder) -> str | None:
@@ -62,7 +116,17 @@ def why_not_fused(model: Decoder) -> str | None:
         return f"the model is on {device}"
     if cpu_extension() is None:
         return "the C++ extension is not built or switched off"
-    for name, module in model.named_modules():
+    reason = _unsupported(model)
+    if reason is not None:
+        return reason
+    embedding = model.model.embed_tokens
+    if not isinstance(embedding, Int8Embedding) and _unusable(embedding.weight):
+        return f"the embedding is {embedding.weight.dtype} with strides {embedding.weight.stride()}"
+    return None
+
+
+def _unsupported(whole: Decoder | DecoderLayer) -> str | None:
+    for name, module in whole.named_modules():
         if isinstance(module, nn.Linear) and type(module) in (nn.Linear, BatchInvariantLinear):
             if _unusable(module.weight):
                 return f"{name}.weight is {module.weight.dtype} with strides {module.weight.stride()}"
@@ -71,9 +135,6 @@ def why_not_fused(model: Decoder) -> str | None:
                 return f"{name} is a {type(module).__name__}"
         elif type(module) not in SUPPORTED:
             return f"{name or 'the model'} is a {type(module).__name__}"
-    embedding = model.model.embed_tokens
-    if not isinstance(embedding, Int8Embedding) and _unusable(embedding.weight):
-        return f"the embedding is {embedding.weight.dtype} with strides {embedding.weight.stride()}"
     return None
 
 
@@ -81,13 +142,12 @@ def _unusable(weight: Tensor) -> bool:
     return weight.dtype not in FLOATS or not weight.is_contiguous()
 
 
-def _layer_weights(model: Decoder, index: int) -> LayerWeights:
-    layer = model.model.layers[index]
+def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> LayerWeights:
     assert isinstance(layer, DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(attention, Attention)
     assert isinstance(mlp, MLP)
-    kinds = model.config.layer_rotary
+    kinds = config.layer_rotary
     return LayerWeights(
         q=_linear(attention.q_proj),
         k=_linear(attention.k_proj),
@@ -107,7 +167,7 @@ def _layer_weights(model: Decoder, index: int) -> LayerWeights:
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,
-        window=model.config.layer_window(index),
+        window=config.layer_window(index),
         hadamard=mlp.hadamard,
     )
 

@@ -68,7 +68,7 @@ struct PjModel {
     const PjLayer* layers;
     const void* embedding;    // (vocab, hidden); null: it is the weight of `head`, which is INT8
     const float* embedding_scale;  // INT8: (vocab); null embedding: (hidden) factors of the channels of a row
-    const float* final_norm;  // (hidden)
+    const float* final_norm;  // (hidden); null: what leaves the last layer enters the head
     PjLinear head;
     const float* cos;  // (tables, positions, head_dim / 2)
     const float* sin;

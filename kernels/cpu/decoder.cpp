@@ -240,7 +240,11 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     layers_.tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), count, b, model_.head);
     layers_.each_row(team, count, model_.head, [&](int64_t i) {
         float* normed = b.rows.x + i * width;
-        ops.rms_norm_row(last_hidden_ + i * width, model_.final_norm, width, model_.eps, normed);
+        const float* left = last_hidden_ + i * width;
+        if (model_.final_norm)
+            ops.rms_norm_row(left, model_.final_norm, width, model_.eps, normed);
+        else
+            std::copy_n(left, width, normed);
         if (in.hidden) std::copy_n(normed, width, in.hidden + i * width);
         layers_.quantize(&model_.head, 1, b.rows, i);
     });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from penjing.compress.verify import verify_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.decoder import Decoder
+from penjing.core.runtime import fused
 from penjing.core.runtime.fused import fuse_decoder
+from penjing.kernels.step_layers import LayerWeights
 from tests.compress.conftest import write_recipe
 from tests.conftest import tiny_config
 from tests.core.imports.test_importer import Recorder
 from tests.core.runtime.test_fused import CONFIGS
+from tests.kernels.cpu import needs_extension
 
 GEMMA: dict[str, Any] = {
     "model_type": "penjing",
@@ -60,6 +64,22 @@ def test_the_artifact_answers_nearly_as_the_model(
     out = run_recipe(write_recipe(tmp_path, checkpoint, tmp_path / "out"), changes)
     assert answers(out, checkpoint) < bound
     verify_artifact(out)
+
+
+@needs_extension
+def test_a_fused_step_that_computes_something_else_is_refused(
+    tmp_path: Path, make_tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out = fused._layer_weights
+
+    def wrong(*layer: Any) -> LayerWeights:
+        return replace(laid_out(*layer), activation="gelu_tanh")
+
+    monkeypatch.setattr(fused, "_layer_weights", wrong)
+    recipe = write_recipe(tmp_path, make_tiny_checkpoint(), tmp_path / "out")
+    with pytest.raises(InputError, match="differ"):
+        run_recipe(recipe, [UNROTATED])
+    assert not (tmp_path / "out").exists()
 
 
 def test_parallel_layers_without_a_gate_are_rotated(tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]) -> None:

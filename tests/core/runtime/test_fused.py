@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.load import load_model
+from penjing.core.models.attention import causal_attention
 from penjing.core.models.decoder import Decoder
-from penjing.core.runtime.fused import fuse_decoder, why_not_fused
+from penjing.core.models.rope import layer_angles
+from penjing.core.runtime.fused import fuse_decoder, fuse_layer, why_not_fused
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import force_torch
 from tests.core.artifact.int4_artifact import quantization_config as int4_config
@@ -204,6 +206,28 @@ def test_chosen_rows(make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> No
         table = torch.arange(9, dtype=torch.int32)[None]
         some = step.step(ids.int(), *arguments, table, torch.tensor(rows, dtype=torch.int32), pages.pool)
         assert torch.equal(some, every[rows])
+
+
+@pytest.mark.parametrize(("scheme", "bound"), [("fp32", 1e-6), ("int8", 1e-3), ("int4", 1e-3)])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "odd"])
+def test_a_layer_alone(
+    make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path, name: str, scheme: str, bound: float
+) -> None:
+    model = make(make_tiny_checkpoint, tmp_path, name, scheme)
+    hidden_WTE = torch.randn(2, 37, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    angles = layer_angles(model.config, model.model.inverse_frequency, torch.arange(37))
+    for index, layer in enumerate(model.model.layers):
+        fused = fuse_layer(model.config, index, layer)  # type: ignore[arg-type]
+        assert fused is not None
+        with torch.inference_mode():
+            expected_WTE = torch.cat(
+                [layer(x[None], *angles(index), causal_attention(model.config)) for x in hidden_WTE]
+            )
+        # Where a sum in another order moves a rounded input by a step, what depends on it differs; few do.
+        assert (fused(hidden_WTE) - expected_WTE).abs().mean() < bound * expected_WTE.std()
+        hidden_WTE = expected_WTE
+    with force_torch():
+        assert fuse_layer(model.config, 0, model.model.layers[0]) is None  # type: ignore[arg-type]
 
 
 def test_reasons_to_stay_on_torch(make_tiny_checkpoint: MakeCheckpoint) -> None:
