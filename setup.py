@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,8 +14,15 @@ class BuildKernels(build_ext):
     """Compiles the files side by side and puts the library in place by renaming: a running process keeps its own."""
 
     def build_extension(self, ext: Extension) -> None:
-        self.parallel = os.cpu_count()
-        super().build_extension(ext)
+        compile_files = self.compiler.compile  # one file after the other
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+
+            def side_by_side(sources, **settings):
+                each = pool.map(lambda source: compile_files([source], **settings), sources)
+                return [path for paths in each for path in paths]
+
+            self.compiler.compile = side_by_side
+            super().build_extension(ext)
 
     def copy_file(self, infile, outfile, *args, **kwargs):  # type: ignore[override]
         temporary = f"{outfile}.{os.getpid()}.partial"
@@ -29,7 +37,8 @@ def kernels() -> list[Extension]:
     return [
         Extension(
             "penjing.kernels.cpu._cpu",
-            sources=sorted(str(path) for path in Path("kernels/cpu").glob("*.cpp")),
+            # Those of one instruction set take longest and come first.
+            sources=sorted(map(str, Path("kernels/cpu").glob("*.cpp")), key=lambda path: ("/ops_" not in path, path)),
             depends=sorted(str(path) for path in Path("kernels/cpu").glob("*.h")),
             # No contraction: the order of roundings is part of the result. No errno: square roots stay inline.
             extra_compile_args=[

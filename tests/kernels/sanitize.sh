@@ -24,7 +24,7 @@ for job in $(jobs -p); do wait "$job"; done
 # Python itself is not instrumented: its runtime goes first, and what it never frees is not our leak.
 runtime=$("$CXX" -print-file-name=libasan.so):$("$CXX" -print-file-name=libubsan.so)
 LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PENJING_CPU_LIBRARY=$work/_cpu.so \
-  "$PYTHON" -m pytest -q -p no:cacheprovider -m "" \
+  "$PYTHON" -m pytest -q -n 2 -p no:cacheprovider -m "" \
   tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_attention.py tests/kernels/test_decoder_step.py \
   tests/kernels/test_kv_cache_int8.py tests/kernels/test_kv_cache_float16.py tests/kernels/test_int4_linear.py tests/kernels/test_half_int4.py \
   tests/kernels/test_stepped.py tests/kernels/test_levels_agree.py \
