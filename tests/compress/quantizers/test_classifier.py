@@ -67,7 +67,11 @@ def test_verify_runs_the_gate_again(artifact: Path, capsys: pytest.CaptureFixtur
     result = verify_artifact(artifact)
     assert result["differences"] == [d.model_dump() for d in open_classifier_artifact(artifact).parity.differences]
     print_verification(result)
-    assert "intact and within its bound" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "intact and within its bound" in said
+    (judged,) = [line for line in said.splitlines() if "≤" in line]
+    assert f" {ONNX_RUNTIME} " in judged
+    assert judged.rstrip().endswith(f"largest ≤ {result['bound']:g}")
 
 
 def test_evaluation_runs_the_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
