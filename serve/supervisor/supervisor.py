@@ -26,19 +26,14 @@ from penjing.serve.gate.config import FrontModel
 from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import READY, detach_supervisor
+from penjing.serve.supervisor.drain import Drain
 from penjing.serve.supervisor.install import ServerInstall, install
 from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp, front_model, named_adapters
-from penjing.serve.supervisor.process import (
-    EXIT_SECONDS,
-    MODEL_PROCESS,
-    ServeConfig,
-    ServerProcess,
-    check_ports,
-)
+from penjing.serve.supervisor.process import MODEL_PROCESS, ServeConfig, ServerProcess, check_ports
 from penjing.serve.supervisor.signals import stop_signals
 from penjing.serve.supervisor.vigil import EyesVigil, Vigil
 from penjing.serve.triton.hang_clock import HangClock
-from penjing.serve.triton.pulse import Command, Phase
+from penjing.serve.triton.pulse import Phase
 
 POLL_SECONDS = 0.05
 FILES_SECONDS = 1.0
@@ -49,8 +44,6 @@ GIVE_UP_SECONDS = 3.0
 FIRST_BEAT_SECONDS = 60.0  # from the server's start to the model's process: 1 s, more where the disk is slow
 LOADING_BEAT_SECONDS = 60.0  # without a sign of life while the model is loaded
 MAX_LOST_STARTS = 3
-REFUSE_SECONDS = 0.2  # until the model refuses by itself, and asks nothing of a server that ends
-FLUSH_SECONDS = 0.2  # for the last responses to leave the server's buffers
 NOT_READY = "not ready"
 
 
@@ -281,50 +274,11 @@ class _Supervisor:
         self._note("draining", "")
         self.front.drain()
         server.thaw()
+        drain = Drain(server, timeout, self.wake_fd, lambda: self.stops, self._say)
         if self.family.queued_by_server:
-            return self._drain_queue(server, timeout)
-        if server.pulse.stub_pid and server.pulse.phase is Phase.SERVING:
-            owed = server.pulse.unanswered
-            self._say(f"stopping: {owed} running answers have {timeout:.0f} s; Ctrl-C again ends them now")
-            server.command(Command.DRAIN)
-            self._drained(server, REFUSE_SECONDS, cut_short=False)
-            self._seen(server, timeout)
-            server.ask_to_end()  # its health is bad from now on, and what runs still gets its answer
-            if not self._drained(server, timeout):
-                server.command(Command.ABORT)
-                self._drained(server, 2.0, cut_short=False)
-            time.sleep(FLUSH_SECONDS)
-        server.exit()
-
-    def _drain_queue(self, server: ServerProcess, timeout: float) -> None:
-        """Let Triton server, which holds the queue, answer it. For a request that it has lost, as it may when a client
-        cancels, it would wait without an end: seconds without a batch say that nothing else is left."""
-        self._say(f"stopping: running requests have {timeout:.0f} s; Ctrl-C again ends them now")
-        server.command(Command.DRAIN)  # it asks nothing of a server that ends
-        time.sleep(REFUSE_SECONDS)
-        server.ask_to_end()
-        busy_at = now = time.monotonic()
-        deadline = now + timeout
-        while server.process.poll() is None and self.stops < 2 and now < min(deadline, busy_at + EXIT_SECONDS):
-            time.sleep(POLL_SECONDS)
-            now = time.monotonic()
-            if server.pulse.unanswered:
-                busy_at = now
-
-    def _drained(self, server: ServerProcess, timeout: float, cut_short: bool = True) -> bool:
-        deadline = time.monotonic() + timeout
-        while server.pulse.phase is not Phase.DRAINED:
-            ended = server.wait(POLL_SECONDS, self.wake_fd) is not None
-            if ended or time.monotonic() > deadline or (cut_short and self.stops > 1):
-                return False
-        return True
-
-    def _seen(self, server: ServerProcess, timeout: float) -> None:
-        """Wait for images that another model computes: it takes no request once the server ends."""
-        deadline = time.monotonic() + timeout
-        while server.pulse.unseen and self.stops < 2 and time.monotonic() < deadline:
-            if server.wait(POLL_SECONDS, self.wake_fd) is not None:
-                return
+            drain.servers_queue()
+        else:
+            drain.own_queue()
 
     def _drain_seconds(self) -> float:
         try:
