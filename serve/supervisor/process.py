@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,10 +154,16 @@ class ServerProcess:
         model: Path,
         engine_json: str,
     ) -> ServerProcess:
-        """Start the server in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
+        """Start the server in a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone.
+
+        Raises:
+            OSError: the machine has no room for it; nothing is left of it then.
+        """
         port = config.grpc_port
         remove_shared_memory(port)
+        undo = ExitStack()
         pulse = Pulse()
+        undo.callback(pulse.close)
         names = {MODEL_VARIABLE: str(model), ENGINE_VARIABLE: engine_json, PULSE_VARIABLE: str(pulse.path)}
         if family.name == DECODER:
             names[ADAPTERS_VARIABLE] = str(adapters_path(port))
@@ -169,7 +175,7 @@ class ServerProcess:
             if os.getppid() != supervisor:
                 os._exit(1)
 
-        with opened_log(port) as log:
+        with undo, opened_log(port) as log:
             process = subprocess.Popen(
                 command_line(install, config, repository),
                 env=install.environment() | names,
@@ -181,8 +187,12 @@ class ServerProcess:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        eyes = Pulse(pulse.path, EYES_SLOT) if SIGHT in models_of(repository) else None
-        return cls(config, process, pulse, os.pidfd_open(process.pid), eyes)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            eyes = Pulse(pulse.path, EYES_SLOT) if SIGHT in models_of(repository) else None
+            started = cls(config, process, pulse, os.pidfd_open(process.pid), eyes)
+            undo.pop_all()
+        return started
 
     def watch_stubs(self) -> None:
         """Watch the processes of models too, from their first beats on."""

@@ -12,7 +12,8 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def serve(
 
 
 class _NotStartedError(Exception):
-    """The model's process shows no life, and no error either; Triton server itself would wait for it without an end."""
+    """There is no server, or its model's process shows no life and no error either, and Triton server itself would wait
+    for it without an end."""
 
 
 class _Supervisor:
@@ -163,29 +165,24 @@ class _Supervisor:
             repository = rename_entry(repository / self.family.name, scratch, name, self.config.model_version)
         while not self.stops:
             self._note("starting" if not was_ready else "restarting", self.state.message)
-            server = ServerProcess.start(
-                self.install, self.config, self.family, repository, self.model, self.engine_json
-            )
-            self._note(self.state.state, self.state.message, server_pid=server.process.pid)
             ready_at = None
             try_again = was_ready
             try:
-                failure = self._wait_ready(server)
-                if failure is None and self.stops:
-                    return  # it was loading: nobody waits for an answer
-                if failure is None:
-                    ready_at = time.monotonic()
-                    self._announce(server, first=not was_ready)
-                    was_ready = try_again = True
-                    failure = self._watch(server)
-                if failure is None:
-                    self._drain(server)
-                    return
+                with self._server(repository) as server:
+                    failure = self._wait_ready(server)
+                    if failure is None and self.stops:
+                        return  # it was loading: nobody waits for an answer
+                    if failure is None:
+                        ready_at = time.monotonic()
+                        self._announce(server, first=not was_ready)
+                        was_ready = try_again = True
+                        failure = self._watch(server)
+                    if failure is None:
+                        self._drain(server)
+                        return
             except _NotStartedError as error:
                 failure, lost_starts = str(error), lost_starts + 1
                 try_again = was_ready or lost_starts < MAX_LOST_STARTS
-            finally:
-                server.kill()
             if not try_again:
                 raise ServerError(f"{failure}; the end of {self.state.log}:\n{state.tail(Path(self.state.log))}")
             stable = ready_at is not None and time.monotonic() - ready_at > STABLE_SECONDS
@@ -196,6 +193,20 @@ class _Supervisor:
             state.append_log(self.config.grpc_port, line)
             self._sleep(backoff)
             backoff = min(max(1.0, 2 * backoff), MAX_BACKOFF_SECONDS)
+
+    @contextmanager
+    def _server(self, repository: Path) -> Iterator[ServerProcess]:
+        try:
+            server = ServerProcess.start(
+                self.install, self.config, self.family, repository, self.model, self.engine_json
+            )
+        except OSError as error:  # a machine without room for processes or descriptors
+            raise _NotStartedError(f"Triton server cannot be started: {error}") from error
+        self._note(self.state.state, self.state.message, server_pid=server.process.pid)
+        try:
+            yield server
+        finally:
+            server.kill()
 
     def _wait_ready(self, server: ServerProcess) -> str | None:
         """None once the whole path from gRPC to the engine has given a token, or a stop was asked; else what failed."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,3 +135,43 @@ def test_a_crash_loop_is_slowed_down(monkeypatch: pytest.MonkeyPatch, tiny_long:
         looping.run()
         assert pauses[:11] == [0, 1, 2, 4, 8, 16, 30, 30, 30, 0, 1]
         assert looping.state.restarts == len(pauses)
+
+
+def test_a_machine_without_room_for_processes_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, tiny_long: Path, tmp_path: Path
+) -> None:
+    """A server that died while there was no room for another one took its supervisor, and so the model, with it."""
+    begin, starts, descriptors = supervisor.ServerProcess.start, [0], list[int]()
+
+    class Dying:
+        process = SimpleNamespace(pid=0)
+        pulse = SimpleNamespace(stub_pid=0)
+
+        def kill(self) -> None: ...
+
+    def refuse(*_: Any, **__: Any) -> None:
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def start(*settings: Any) -> Any:
+        starts[0] += 1
+        return begin(*settings) if starts[0] in (2, 3, 4, 5) else Dying()
+
+    def watch(self: Any, server: Any) -> str:
+        self.stops = int(starts[0] == 6)
+        return "died"
+
+    monkeypatch.setattr(supervisor.ServerProcess, "start", start)
+    monkeypatch.setattr(supervisor._Supervisor, "_wait_ready", lambda *_: None)
+    monkeypatch.setattr(supervisor._Supervisor, "_watch", watch)
+    monkeypatch.setattr(supervisor._Supervisor, "_sleep", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    port = free_ports(1)[0]
+    with state.owning(port):
+        found: Any = SimpleNamespace(binary=tmp_path / "server", backends=tmp_path, numpy_folder=None, environment=dict)
+        looping = supervisor._Supervisor(found, tiny_long, ServeConfig(grpc_port=port), "{}", Silent())
+        looping.run()
+        assert starts == [6]
+        assert "Triton server cannot be started: [Errno 11] Resource temporarily" in state.log_path(port).read_text()
+    assert len(descriptors) == 4
+    assert len(set(descriptors)) == 1  # none is lost with a try
