@@ -16,6 +16,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.serve.bench.intervals import bootstrap
 from penjing.serve.client.client import Client
 from penjing.serve.fleet.state import running_fleets
+from penjing.serve.supervisor.state import read_state
 
 PROMPT_CHARS = 400
 MIN_PROMPTS = 8
@@ -122,9 +123,8 @@ def read_prompts(path: Path) -> list[str]:
 
 def _client(name: str) -> Client:
     for fleet in running_fleets():
-        if name in fleet.models:
-            address = f"127.0.0.1:{fleet.models[name]['grpc_port']}"
-            return Client(address, model=name.partition(":")[0], timeout=REQUEST_SECONDS)
+        if name in fleet.models and (found := read_state(fleet.models[name]["grpc_port"])) is not None:
+            return Client(found.grpc, model=name.partition(":")[0], timeout=REQUEST_SECONDS)
     _, colon, port = name.rpartition(":")
     if not colon or not port.isdigit() or int(port) < 1024:
         known = ", ".join(model for fleet in running_fleets() for model in fleet.models) or "none runs under a name"

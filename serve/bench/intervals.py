@@ -24,12 +24,12 @@ class Interval(NamedTuple):
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
-def bootstrap(figure: Callable[[NDArray[np.intp]], float], num_pairs: int, seed: int = 0) -> Interval:
+def bootstrap(figure: Callable[[NDArray[np.intp]], float], num_pairs: int) -> Interval:
     """The percentile interval of `figure`, which is given indices of pairs, `num_pairs` of them with repetitions.
 
     Efron, Bootstrap methods: another look at the jackknife, 1979.
     """
-    draws = np.random.default_rng(seed).integers(0, num_pairs, (RESAMPLES, num_pairs))
+    draws = np.random.default_rng(0).integers(0, num_pairs, (RESAMPLES, num_pairs))
     figures = [figure(indices) for indices in draws]
     low, high = np.quantile(figures, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(figure(np.arange(num_pairs)), float(low), float(high))

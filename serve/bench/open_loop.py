@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from penjing.core.errors import InputError, ServerError, UnavailableError
 from penjing.core.progress import Progress, Silent
 from penjing.serve.bench.load import Asked, Scenario, make_load
+from penjing.serve.client.protocol import host_port
 
 KEY = "OPENAI_API_KEY"
 """Variable of the environment with the key, since every user of a machine can read arguments."""
@@ -51,7 +52,7 @@ class Address(NamedTuple):
         return cls(host.strip("[]"), int(port), ssl.create_default_context() if scheme == "https" else None)
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection of its own for a request."""

@@ -36,6 +36,11 @@ REQUEST_SECONDS = 120.0
 """Until a request of a benchmark has failed."""
 
 
+def host_port(host: str, port: int) -> str:
+    """An address as clients write it: one of IPv6 stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def weights_digest(tensors: Mapping[str, str]) -> str:
     """The digest of weights, whose tensors have these digests by name: SHA-256 of each, of float32 as it lies in
     memory."""

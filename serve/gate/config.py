@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from penjing.core.config import Config, apply_override, parse_config
 from penjing.core.errors import ConfigError
+from penjing.serve.client.protocol import host_port
 
 VARIABLE = "PENJING_FRONT"
 """Environment variable of the front's process: a `FrontJob` as JSON."""
@@ -54,8 +55,7 @@ class FrontConfig(Config):
     @property
     def url(self) -> str:
         """Where clients find it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'http' if self.certificate is None else 'https'}://{host}:{self.port}"
+        return f"{'http' if self.certificate is None else 'https'}://{host_port(self.host, self.port)}"
 
     @property
     def is_local(self) -> bool:

@@ -24,6 +24,7 @@ from penjing.serve.client.protocol import (
     MODEL_VARIABLE,
     PULSE_VARIABLE,
     SIGHT,
+    host_port,
 )
 from penjing.serve.families.base import Family
 from penjing.serve.families.repository import models_of
@@ -91,7 +92,7 @@ class ServeConfig(Config):
 
     def address(self, port: int) -> str:
         """host:port, as clients write it."""
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        return host_port(self.host, port)
 
     @property
     def endpoints(self) -> str:

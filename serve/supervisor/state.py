@@ -17,6 +17,7 @@ from typing import IO, Any
 from penjing.core.cache import cache_dir
 from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text, writing
+from penjing.serve.client.protocol import host_port
 from penjing.serve.triton.adapter_list import said_path
 
 SHM_FOLDER = Path("/dev/shm")
@@ -46,6 +47,11 @@ class ServerState:
     """The model's on the server."""
     fleet_pid: int = 0
     """Process that serves this model beside others; 0: there is none."""
+
+    @property
+    def grpc(self) -> str:
+        """host:port of its gRPC endpoint."""
+        return host_port(self.host, self.grpc_port)
 
 
 def run_folder() -> Path:

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 from penjing.core.errors import ConfigError, InputError, ServerError
+from penjing.serve.bench import ab
 from penjing.serve.bench.ab import Tried, bench_ab, compared, paragraphs, read_prompts
 from penjing.serve.bench.intervals import bootstrap
+from penjing.serve.fleet.state import FleetState, write_fleet
+from penjing.serve.supervisor import state
+from tests.serve.triton.serving import free_ports
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_distribution() -> None:
@@ -52,3 +56,20 @@ def test_prompts_are_long_paragraphs_or_a_files_lines(tmp_path: Path) -> None:
         bench_ab("a", "b", prompts=["one", " "])
     with pytest.raises(ServerError, match="no model 'nobody:7' runs here"):
         bench_ab("nobody:7", "nobody:8", prompts=["one"] * 8)
+
+
+@pytest.mark.parametrize(("host", "address"), [("192.0.2.1", "192.0.2.1"), ("2001:db8::1", "[2001:db8::1]")])
+def test_a_model_is_asked_where_it_listens(
+    host: str, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """127.0.0.1 was asked, whatever `penjing serve --host` had said."""
+    monkeypatch.setattr(state, "run_folder", lambda: tmp_path)
+    monkeypatch.setattr("penjing.serve.fleet.state.run_folder", lambda: tmp_path)
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(ab, "Client", lambda server, *, model, timeout: asked.append((server, model)))
+    port = free_ports(1)[0]
+    with state.owning(port):
+        state.write_state(state.ServerState("ready", "/models/a", host, port, 0, 2, 1, name="llm"))
+        assert write_fleet(FleetState("ready", port, 1, models={"llm:1": {"grpc_port": port}}))
+        ab._client("llm:1")
+    assert asked == [(f"{address}:{port}", "llm")]
