@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from penjing.core.cluster.answers import answer_of, failure
+from penjing.core.cluster.answers import answer_of, failure, output_for_answers
 from penjing.core.errors import SetupError
 
 _TRIES = 2
@@ -82,8 +82,7 @@ def answer_tasks(work: Callable[[int, int], None]) -> NoReturn:
     """
     tasks: SimpleQueue[tuple[int, int]] = SimpleQueue()
     threading.Thread(target=_hear, args=(tasks,), daemon=True).start()
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what a library prints is no answer
+    answers = output_for_answers()
     while True:
         stage, task = tasks.get()
         answer = {"task": task} | answer_of(partial(work, stage, task))

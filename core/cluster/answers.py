@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from penjing.core.errors import ConfigError, InputError, PenjingError, SetupError
 
@@ -24,3 +26,12 @@ def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(error), "code": error.exit_code}
     except Exception as error:  # the edge of the process: the one that asked tells the user
         return {"error": f"unexpected {type(error).__name__}: {error}", "code": _UNEXPECTED}
+
+
+def output_for_answers() -> TextIO:
+    """Standard output for answers alone. What a library prints is none, and goes to standard error from now on: also
+    from C, which knows the descriptor and not `sys.stdout`."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = sys.stderr
+    return answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,14 +118,26 @@ def test_a_worker_that_is_killed_is_replaced_once(tmp_path: Path, monkeypatch: p
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    print(json.dumps({'task': int(task)}), flush=True)\n"
     )
-    import sys
-
     monkeypatch.setattr(workers, "_PYTHON", (sys.executable,))
     done: list[int] = []
     workers.run_tasks(Path("none"), 0, [0, 1, 2, 3], 2, done.append, str(script))
     assert sorted(done) == [0, 1, 2, 3]
     with pytest.raises(SetupError, match=r"task 3 ended its process twice \(killed by signal 9\)"):
         workers.run_tasks(Path("always-3"), 0, [0, 1, 2, 3], 2, lambda task: None, str(script))
+
+
+def test_what_a_library_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written in C it goes to the descriptor, whatever `sys.stdout` is: the run then waited without an end."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os\n"
+        "from penjing.curate.workers import answer_tasks\n"
+        "answer_tasks(lambda *task: (print('a warning'), os.write(1, b'a warning\\n')))\n"
+    )
+    done: list[int] = []
+    monkeypatch.setattr(workers, "_PYTHON", (sys.executable,))
+    workers.run_tasks(Path("none"), 0, [0, 1, 2], 1, done.append, str(script))
+    assert done == [0, 1, 2]
 
 
 def test_errors_of_workers_are_their_own(tmp_path: Path) -> None:

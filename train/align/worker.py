@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from penjing.core.cluster.answers import output_for_answers
 from penjing.core.errors import InputError
 from penjing.core.imports.user_code import named_errors, user_function
 
@@ -65,6 +65,4 @@ def _check_parameters(spec: str, function: Callable[..., Any]) -> None:
 
 
 if __name__ == "__main__":
-    own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve_rewards(sys.argv[1], sys.stdin, own)
+    serve_rewards(sys.argv[1], sys.stdin, output_for_answers())
