@@ -129,6 +129,24 @@ def atomic_write_text(path: Path, text: str, mode: int = 0o666) -> None:
     atomic_write_bytes(path, text.encode("utf-8"), mode)
 
 
+@contextmanager
+def holding(lock: Path, mode: int = 0o666) -> Iterator[None]:
+    """Hold the file `lock`, which is made: of several processes one works, the others wait. The kernel lets it go when
+    the process ends, whatever ends it.
+
+    Raises:
+        SetupError: disk full, no permission.
+    """
+    with writing(lock):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = os.open(lock, os.O_RDWR | os.O_CREAT, mode)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
 def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's content, read in pieces.
 

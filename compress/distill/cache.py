@@ -12,7 +12,6 @@ complete: a pass that was killed goes on after the last.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -28,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from penjing.core.errors import InputError, SetupError
-from penjing.core.files import atomic_write_bytes, atomic_write_text, sha256_file, writing
+from penjing.core.files import atomic_write_bytes, atomic_write_text, holding, sha256_file, writing
 from penjing.core.progress import Progress
 from penjing.train.data.shards import INDEX_NAME, TokenShards
 from penjing.train.data.stream import Draw
@@ -94,8 +93,7 @@ class TeacherCache:
         count = len(sequences)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_suffix(".lock"), "w") as lock:  # of several processes one works, the others wait
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with holding(folder.with_suffix(".lock")):
             missing = [part for part in range(-(-count // SAMPLES)) if not self._path(folder, part).exists()]
             if not missing:
                 return

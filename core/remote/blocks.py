@@ -4,7 +4,6 @@ from there."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import mmap
@@ -13,13 +12,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import ConfigError
-from penjing.core.files import writing
+from penjing.core.files import holding, writing
 from penjing.core.remote.files import RemoteFile
 
 BLOCK = 2 << 20  # bytes: with eight at once and 50 ms until the first byte, 300 MB/s
@@ -109,9 +107,7 @@ class Blocks:
         """The bytes of a block: mapped from the disk, fetched first where they are not there or not what they were."""
         begin = number * self.block
         size = min(self.block, self.file.size - begin)
-        with writing(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-        with self._alone(number):
+        with holding(self._folder / f"lock-{number % _LOCKS:02d}"):
             for path in self._folder.glob(f"{number:08d}-*"):
                 data = _mapped(path, size)
                 if data is not None and hashlib.sha256(data).hexdigest() == path.name.partition("-")[2]:
@@ -127,11 +123,6 @@ class Blocks:
                 partial.rename(path)
             return _mapped(path, size) or fetched
 
-    @contextmanager
-    def _alone(self, number: int) -> Iterator[None]:
-        with open(self._folder / f"lock-{number % _LOCKS:02d}", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
 
 def open_remote(file: RemoteFile, ahead: int = 8) -> IO[bytes]:

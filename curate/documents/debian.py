@@ -3,7 +3,6 @@ installed."""
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import ConfigError, SetupError
-from penjing.core.files import publish_folder, writing
+from penjing.core.files import holding, publish_folder
 from penjing.core.manifest import MANIFEST_NAME
 from penjing.core.progress import Progress
 
@@ -29,10 +28,7 @@ def fetch_debian(package: str, progress: Progress) -> Path:
     if not _NAME.fullmatch(package):
         raise ConfigError(f"packages: {package!r} is no name of a Debian package")
     folder = cache_dir() / "debian" / package
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f"{package}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(folder.parent / f"{package}.lock"):
         if not folder.exists():
             progress.note(f"fetching Debian's {package}")
             with publish_folder(folder, marker=MANIFEST_NAME) as partial:

@@ -5,7 +5,6 @@ A secret has 256 random bits, so that a plain hash of it tells nothing: there is
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import os
@@ -13,8 +12,7 @@ import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penjing.core.config import Config, dump_toml, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import atomic_write_text, writing
+from penjing.core.files import atomic_write_text, holding
 
 SCHEMA_VERSION = 1
 PREFIX = "pj-"
@@ -187,24 +185,10 @@ class KeyRing:
 
 
 def _change(path: Path, change: Callable[[KeyFile], KeyFile]) -> None:
-    with _locked(path):
+    with holding(path.with_name(f".{path.name}.lock"), 0o600):  # two commands at once must not lose a key
         keys = read_keys(path) if path.exists() else KeyFile()
         changed = change(keys)
         atomic_write_text(path, dump_toml(changed.model_dump(mode="json", exclude_none=True)), 0o600)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Two commands at once must not lose a key: a file beside it is held meanwhile."""
-    lock = path.with_name(f".{path.name}.lock")
-    with writing(lock):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
 
 
 def _now() -> str:

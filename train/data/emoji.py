@@ -10,7 +10,6 @@ CC BY 4.0, Apple's and Facebook's may not be passed on).
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import json
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import InputError, SetupError
-from penjing.core.files import publish_folder, writing
+from penjing.core.files import holding, publish_folder
 from penjing.core.progress import Progress
 
 VERSION = "16.0.0"
@@ -47,10 +46,7 @@ def emoji_pairs(vendor: str, progress: Progress) -> Path:
     if vendor not in VENDORS:
         raise InputError(f"data.sources: there is no {BUILTIN}{vendor}; take {', '.join(BUILTIN + v for v in VENDORS)}")
     folder = cache_dir() / "emoji" / f"{vendor}-{VERSION}"
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(folder.with_suffix(".lock")):
         if not folder.exists():
             progress.start(f"fetching emoji of {vendor}", 1)
             with publish_folder(folder) as partial:

@@ -3,7 +3,6 @@ classes."""
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import shutil
@@ -16,7 +15,7 @@ import numpy as np
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import InputError, SetupError
-from penjing.core.files import publish_folder, writing
+from penjing.core.files import holding, publish_folder
 from penjing.core.progress import Progress, Silent
 from penjing.train.data.images import ImageSet
 
@@ -40,10 +39,7 @@ def load_fashion(split: str, progress: Progress | None = None) -> ImageSet:
         InputError: what came, or lies in the cache, is not the data set.
     """
     folder = cache_dir() / "fashion-mnist"
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(folder.with_suffix(".lock")):
         if not folder.exists():
             _fetch(folder, progress or Silent())
     prefix = {"train": "train", "test": "t10k"}[split]

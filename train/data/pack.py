@@ -3,7 +3,6 @@ cache."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import TOKENIZER_FILES, copy_tokenizer
 from penjing.core.errors import ConfigError, InputError, RequestError
-from penjing.core.files import atomic_write_text, sync_tree, writing
+from penjing.core.files import atomic_write_text, holding, sync_tree, writing
 from penjing.core.manifest import read_json_object
 from penjing.core.progress import Progress, Silent
 from penjing.core.remote.files import is_remote
@@ -73,11 +72,8 @@ def prepare_tokens(
     """
     made_of = (sources, vocab_size, held_out, tokenizer, column, most_damaged, by_domain)
     folder = cache_dir() / "tokens" / _fingerprint(*made_of)
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
     # Every process of a run comes here before it joins the others: the first one works, the others wait for its lock.
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(folder.with_suffix(".lock")):
         if not (folder / INDEX_NAME).exists():
             work = folder.with_suffix(".work")  # a killed process leaves it, and the next goes on there
             try:

@@ -6,7 +6,6 @@ few blocks are mixed (`permute_near`): of these the next are read while the mode
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import InputError
-from penjing.core.files import publish_folder, writing
+from penjing.core.files import holding, publish_folder
 from penjing.core.manifest import read_json_object
 from penjing.core.remote.blocks import BLOCK, Blocks
 from penjing.core.remote.files import RemoteFile, read_remote, remote_file, remote_files
@@ -40,10 +39,7 @@ def local_folder(address: str) -> Path:
     root = address.rstrip("/")
     index = remote_file(f"{root}/{INDEX_NAME}")
     folder = cache_dir() / "remote-shards" / index.key
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(folder.with_suffix(".lock")):
         if not folder.exists():
             with publish_folder(folder, marker=_ADDRESS) as partial:
                 for file in remote_files(f"{root}/"):
