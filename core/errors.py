@@ -52,3 +52,8 @@ class BrokenEngineError(ServerError):
 
 class UnavailableError(ServerError):
     pass
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says first, and what it is called where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

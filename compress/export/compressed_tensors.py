@@ -23,7 +23,7 @@ from penjing.compress.export.gate import Computed
 from penjing.compress.export.table import names_with_floating_embedding, with_floating_embedding
 from penjing.core.artifact.decoder import DecoderArtifact
 from penjing.core.checkpoint.decoder import TOKENIZER_FILES, Checkpoint, save_checkpoint
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.runtime.schemes import (
     EMBEDDING_MODULE,
     INT8_FORMAT,
@@ -124,7 +124,7 @@ def read_sequences(folder: Path, sequences: list[tuple[list[int], int]]) -> list
         with redirect_stderr(StringIO()):  # progress bars of five steps
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise InputError(f"transformers cannot load the export ({str(error).splitlines()[0][:200]})") from error
+        raise InputError(f"transformers cannot load the export ({first_line(error)[:200]})") from error
     return [_read(model, ids) for ids, _ in sequences]
 
 

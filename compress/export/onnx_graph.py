@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 from penjing.compress.export.onnx_fusions import fold_pads, integer_products, keep_apart, own_zeros, rank_few
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.compress.rounding.stored import AVERAGED, QUANTIZED, WIDENED
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.files import atomic_write_bytes
 from penjing.core.graph.apart import leave_whole, take_apart
 from penjing.core.graph.attention import open_attention
@@ -90,7 +90,7 @@ def _exported(network: Network) -> ExportedProgram:
         with torch.no_grad(), without_stacks():
             program = torch.export.export(module, network.inputs(), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export has no base of its own for what it raises
-        raise InputError(f"the network cannot be written as ONNX: {_first_line(error)}") from error
+        raise InputError(f"the network cannot be written as ONNX: {first_line(error)}") from error
     leave_whole(program)
     return program
 
@@ -109,7 +109,7 @@ def _translated(program: ExportedProgram) -> ir.Model:
             )
     except Exception as error:
         cause = error.__cause__ or error
-        raise InputError(f"the network cannot be written as ONNX: {_first_line(cause)}") from error
+        raise InputError(f"the network cannot be written as ONNX: {first_line(cause)}") from error
     assert made is not None
     return made.model  # type: ignore[return-value]
 
@@ -203,7 +203,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

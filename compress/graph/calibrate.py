@@ -14,7 +14,7 @@ from penjing.compress.graph.place import Product, products
 from penjing.compress.quantize.targets import GraphSettings
 from penjing.compress.rounding.modes import activation_quantizers, set_mode
 from penjing.compress.samples.data import Samples
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.network import Network, tensor_at
 
 See = Callable[[Node, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -78,7 +78,7 @@ def look(run: Callable[..., Any], batches: Iterable[tuple[Tensor, ...]]) -> None
         for inputs in batches:
             run(*inputs)
     except RuntimeError as error:  # torch names no layer for a wrong shape
-        raise InputError(f"calibration: the data do not fit the model ({str(error).splitlines()[0]})") from error
+        raise InputError(f"calibration: the data do not fit the model ({first_line(error)})") from error
 
 
 @torch.no_grad()

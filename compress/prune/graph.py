@@ -26,7 +26,7 @@ from penjing.compress.prune import rules_layers, rules_shape  # noqa: F401  (the
 from penjing.compress.prune.labels import NONE, Label, Labeler
 from penjing.compress.prune.rules import RULES, Call, UnknownOperation, filled
 from penjing.compress.prune.units import FROZEN
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.network import propagate_module
 from penjing.core.graph.trace import without_stacks
 from penjing.kernels.dispatch import force_torch
@@ -200,10 +200,9 @@ def _export(model: nn.Module, example: tuple[Any, ...], keyword: dict[str, Any])
         with force_torch(), without_stacks():
             return torch.export.export(model, example, keyword, strict=False)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
-            f"{type(model).__name__} cannot be exported for analysis: {lines[0]}; pruning needs a network whose "
-            "control flow does not depend on values"
+            f"{type(model).__name__} cannot be exported for analysis: {first_line(error)}; pruning needs a network "
+            "whose control flow does not depend on values"
         ) from error
     finally:
         model.train(training)

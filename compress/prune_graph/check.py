@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from penjing.compress.prune_graph.rewrite import Kept, Rewritten, Unfit
+from penjing.core.errors import first_line
 from penjing.core.graph.network import operator_name, tensor_at
 from penjing.kernels.dispatch import force_torch
 
@@ -100,7 +101,7 @@ class _Pair:
             else:
                 self._short[new] = _called(new, self._short)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise Unfit(node, f"it does not run: {(str(error).strip().splitlines() or ['?'])[0]}") from None
+            raise Unfit(node, f"it does not run: {first_line(error)}") from None
 
     def _compare(self, node: Node) -> None:
         whole, short = self._whole[node], self._short[self._pruned.nodes[node]]

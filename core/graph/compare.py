@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.network import Network
 
 CLOSE = 1e-5
@@ -69,8 +69,9 @@ def widened(network: Network, dtype: torch.dtype) -> Callable[[Sequence[Tensor]]
             with torch.no_grad():
                 return copied(*[wider(value, dtype) for value in inputs])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InputError(f"the network does not run in {str(dtype).removeprefix('torch.')}: {reason}") from None
+            raise InputError(
+                f"the network does not run in {str(dtype).removeprefix('torch.')}: {first_line(error)}"
+            ) from None
 
     return compute
 

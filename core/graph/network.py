@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.config import GraphConfig
 from penjing.core.graph.operators import described
 
@@ -159,9 +159,8 @@ class _Shapes(fx.Interpreter):
         try:
             value = super().run_node(n)
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             where = described(n.target) if n.op == "call_function" else n.op
-            raise InputError(f"the graph does not run: {n.name} = {where}({_said(n)}): {reason}") from None
+            raise InputError(f"the graph does not run: {n.name} = {where}({_said(n)}): {first_line(error)}") from None
         n.meta["val"] = value
         return value
 

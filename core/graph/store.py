@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.network import GraphModule, set_tensor
 from penjing.core.graph.operators import name_of_target, target_of_name
 
@@ -74,9 +74,8 @@ def load_graph(text: str, tensors: Mapping[str, Tensor], where: str, trained: fr
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, RecursionError) as error:
-        reason = str(error).splitlines() or [type(error).__name__]
         raise InputError(
-            f"{where} is damaged ({type(error).__name__}: {reason[0]}); import the network again"
+            f"{where} is damaged ({type(error).__name__}: {first_line(error)}); import the network again"
         ) from None
 
 

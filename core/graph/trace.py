@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx import config as tracing
 from torch.utils import _pytree as pytree
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.config import DTYPE_NAMES, GraphConfig, Meaning, Pixels, TensorSpec
 from penjing.core.graph.functional import SeenElsewhereError, make_functional, tidy, writes
 from penjing.core.graph.network import GraphModule, Network, set_tensor
@@ -107,10 +107,9 @@ def _export(
     except InputError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
-            f"{type(model).__name__} cannot be exported: {lines[0]}; penjing takes networks whose control flow does "
-            "not depend on values"
+            f"{type(model).__name__} cannot be exported: {first_line(error)}; penjing takes networks whose control "
+            "flow does not depend on values"
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 
 _NESTS = ("state_dict", "model_state_dict", "model", "net", "module", "ema", "state_dict_ema")
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
@@ -67,8 +67,7 @@ def _read(path: Path) -> dict[str, Tensor]:
                 f"{path} holds objects besides tensors, which penjing does not load; save the weights alone: "
                 "torch.save(model.state_dict(), path), or as safetensors"
             ) from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is no file of weights ({reason}); get it again") from None
+        raise InputError(f"{path} is no file of weights ({first_line(error)}); get it again") from None
     return _flat(held, path)
 
 

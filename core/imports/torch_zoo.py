@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.core.errors import InputError, SetupError
+from penjing.core.errors import InputError, SetupError, first_line
 from penjing.core.graph.config import Filter, Fit, Meaning, Pixels
 from penjing.core.imports.user_code import named_errors, user_function
 from penjing.core.text.text_tokenizer import TOKENIZER
@@ -74,8 +74,8 @@ def from_package(source: str) -> Found:
         ) from None
     except RuntimeError as error:  # compiled operators of torchvision that this torch does not load
         raise SetupError(
-            f"{source}: {package} cannot be imported beside torch {torch.__version__} ({_first(error)}); install the "
-            f"torchvision that was built for this torch, from the same index"
+            f"{source}: {package} cannot be imported beside torch {torch.__version__} ({first_line(error)}); install "
+            "the torchvision that was built for this torch, from the same index"
         ) from None
     return {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}[package](library, name)
 
@@ -86,7 +86,8 @@ def _timm(timm: Any, name: str) -> Found:
         data = timm.data.resolve_model_data_config(model)
     except Exception as error:
         raise InputError(
-            f"timm has no network {name!r} ({_first(error)}); {_near(name, timm.list_models())}see timm.list_models()"
+            f"timm has no network {name!r} ({first_line(error)}); {_near(name, timm.list_models())}see "
+            "timm.list_models()"
         ) from None
     channels, height, width = data["input_size"]
     pixels = _timm_pixels(data, height, width) if channels == 3 else None
@@ -106,7 +107,7 @@ def _torchvision(torchvision: Any, name: str) -> Found:
         weights = models.get_model_weights(name)
     except Exception as error:
         raise InputError(
-            f"torchvision has no network {name!r} ({_first(error)}); {_near(name, models.list_models())}see "
+            f"torchvision has no network {name!r} ({first_line(error)}); {_near(name, models.list_models())}see "
             "torchvision.models.list_models()"
         ) from None
     chosen = next(iter(weights), None)
@@ -181,7 +182,7 @@ def _transformers(transformers: Any, name: str) -> Found:
             model = transformers.AutoModel.from_config(config)
     except Exception as error:
         raise InputError(
-            f"transformers has no network {name!r} ({_first(error)}); give a local folder, a class such as "
+            f"transformers has no network {name!r} ({first_line(error)}); give a local folder, a class such as "
             "ViTForImageClassification, or a type such as bert"
         ) from None
     config = model.config
@@ -219,7 +220,3 @@ def _shown(model: Any, config: Any) -> Found:
 def _near(name: str, names: Sequence[str]) -> str:
     near = [known for known in names if known.startswith(name)][:3] or difflib.get_close_matches(name, names)
     return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

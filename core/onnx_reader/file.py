@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 
 OPSETS = range(7, 25)
 LARGEST_FILE = 1 << 31  # a protobuf holds less than 2 GiB
@@ -49,8 +49,7 @@ def read_onnx(path: Path) -> ir.Model:
         for change in passes:
             model = change(model).model
     except Exception as error:  # what a pass makes of a file that is damaged in another way
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is damaged: {reason}; get it again") from None
+        raise InputError(f"{path} is damaged: {first_line(error)}; get it again") from None
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type in _QUANTIZED:
             raise InputError(
@@ -74,8 +73,7 @@ def _loaded(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf and onnx-ir raise many kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is no complete ONNX file ({reason}); get it again") from None
+        raise InputError(f"{path} is no complete ONNX file ({first_line(error)}); get it again") from None
     if not len(model.graph) and not model.graph.outputs:
         raise InputError(f"{path} is no complete ONNX file (it holds no operators); get it again")
     version = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.onnx_reader import arithmetic, attention, layers, recurrent, resize, shapes
 from penjing.core.onnx_reader.host import HOST
 from penjing.core.onnx_reader.values import Call, Constant, Host, Value, Weights, to_torch
@@ -138,9 +138,8 @@ class OnnxModule(Weights):
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, ArithmeticError) as error:
             if torch.compiler.is_compiling() or torch.compiler.is_exporting():
                 raise  # the tracer reads some of these itself
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             shapes_of = ", ".join(_shown(value) for value in call.values)
-            raise InputError(f"{self._path}: {call} does not run on {shapes_of}: {reason}") from error
+            raise InputError(f"{self._path}: {call} does not run on {shapes_of}: {first_line(error)}") from error
 
     def _branch(self, call: Call, values: dict[str, Value]) -> tuple[Value, ...]:
         condition = call.host(0)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.compare import distance, wider
 from penjing.core.onnx_reader.file import read_onnx
 from penjing.core.onnx_reader.module import OnnxModule
@@ -36,7 +36,9 @@ class Oracle:
         try:
             self._session = self._opened(path)
         except Exception as error:
-            raise InputError(f"{path}: ONNX Runtime cannot load it: {_first(error)}; get or export it again") from None
+            raise InputError(
+                f"{path}: ONNX Runtime cannot load it: {first_line(error)[:300]}; get or export it again"
+            ) from None
 
     def _opened(self, path: Path) -> Any:
         options = self._runtime.SessionOptions()
@@ -63,7 +65,7 @@ class Oracle:
         try:
             session = self._saved(model)
         except Exception as error:
-            raise InputError(f"ONNX Runtime cannot compute it in float32: {_first(error)}") from None
+            raise InputError(f"ONNX Runtime cannot compute it in float32: {first_line(error)[:300]}") from None
         return self._run(session, {name: wider(value, torch.float32) for name, value in inputs.items()})
 
     def answers_in_float64(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -81,7 +83,7 @@ class Oracle:
             with np.errstate(all="ignore"):
                 found: list[Any] = ReferenceEvaluator(ir.to_proto(model)).run(None, given)  # type: ignore[assignment]
         except Exception as error:  # each operator raises what it likes
-            raise InputError(f"onnx's evaluator cannot compute it in float64: {_first(error)}") from None
+            raise InputError(f"onnx's evaluator cannot compute it in float64: {first_line(error)[:300]}") from None
         return [torch.from_numpy(np.array(value)) for value in found]
 
     def _run(self, session: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -89,7 +91,7 @@ class Oracle:
             found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
         except Exception as error:
             shapes = ", ".join(f"{name}:{'x'.join(map(str, value.shape))}" for name, value in inputs.items())
-            raise InputError(f"{self._path} does not run on {shapes}: {_first(error)}") from None
+            raise InputError(f"{self._path} does not run on {shapes}: {first_line(error)[:300]}") from None
         return [torch.from_numpy(value) if hasattr(value, "dtype") else torch.empty(0) for value in found]
 
     def _saved(self, model: ir.Model) -> Any:
@@ -121,7 +123,3 @@ class Oracle:
             if isinstance(ours, Tensor) and not distance(ours, theirs[str(output.name)]) <= bound:
                 return f"{node.op_type} {node.name or output.name}"
         return ""
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

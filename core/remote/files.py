@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from penjing.core.errors import InputError, PenjingError, SetupError
+from penjing.core.errors import InputError, PenjingError, SetupError, first_line
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
@@ -229,10 +229,9 @@ def _asked(address: str, ask: Callable[[], T]) -> T:
             if final is not None:
                 raise final from error
             if last:
-                reason = (str(error) or type(error).__name__).splitlines()[0]
                 raise SetupError(
-                    f"{address} cannot be read: {reason}, after {_TRIES} tries; check the network, then run again: "
-                    "what was read is kept"
+                    f"{address} cannot be read: {first_line(error)}, after {_TRIES} tries; check the network, then run "
+                    "again: what was read is kept"
                 ) from error
         time.sleep(wait)
         wait *= 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.manifest import check_inside
 
 INPUT, OUTPUT = "images", "logits"  # of a classifier
@@ -59,7 +59,7 @@ def open_graph(
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its classes share no base but Exception
         raise InputError(
-            f"{path} cannot be loaded by ONNX Runtime ({str(error).splitlines()[0][:200]}); make it again"
+            f"{path} cannot be loaded by ONNX Runtime ({first_line(error)[:200]}); make it again"
         ) from None
     inputs, outputs = ([value.name for value in values] for values in (session.get_inputs(), session.get_outputs()))
     if inputs != names[0] or outputs[: len(names[1])] != names[1]:

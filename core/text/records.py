@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from penjing.core.errors import InputError, SetupError
+from penjing.core.errors import InputError, SetupError, first_line
 from penjing.core.remote.blocks import open_remote
 from penjing.core.remote.files import RemoteFile
 
@@ -241,8 +241,9 @@ def _raw_lines(file: AnyFile) -> Iterator[tuple[int, bytes]]:
 
 def _unreadable(file: AnyFile, number: int, unit: str, error: Exception) -> InputError:
     after = f" after {unit} {number}" if number else ""
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return InputError(f"{file} cannot be read ({reason}{after}): cut off or damaged; get it again, or leave it out")
+    return InputError(
+        f"{file} cannot be read ({first_line(error)}{after}): cut off or damaged; get it again, or leave it out"
+    )
 
 
 def _decoded(raw: bytes) -> tuple[str, str | None]:

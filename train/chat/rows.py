@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penjing.core.errors import InputError, RequestError
+from penjing.core.errors import InputError, RequestError, first_line
 from penjing.core.progress import Progress
 from penjing.core.text.records import DAMAGED, LINES, TABLES, arrow_module, form_of, open_bytes, table_batches
 from penjing.core.text.source_files import files_below
@@ -162,7 +162,7 @@ def _of_line(raw: bytes) -> Row | str:
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return f"it is no JSON ({str(error).splitlines()[0]})"
+        return f"it is no JSON ({first_line(error)})"
     return row if isinstance(row, dict) else "it is no JSON object"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.text.records import LINES, arrow_module
 from penjing.train.sources.folder import RECORDING, SUFFIXES
 from penjing.train.sources.settings import SourceSettings
@@ -112,8 +112,7 @@ def arrow_table(path: Path) -> tuple[Any, dict[str, Sequence[str]]]:
                 except pa.ArrowInvalid:
                     table = pa.ipc.open_file(file).read_all()
     except (pa.ArrowException, OSError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise InputError(f"{path} cannot be read ({reason}); get it again") from error
+        raise InputError(f"{path} cannot be read ({first_line(error)}); get it again") from error
     classes: dict[str, Sequence[str]] = {}
     try:
         described = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
