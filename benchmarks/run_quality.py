@@ -15,8 +15,10 @@ not depend on how busy the machine is.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -31,7 +33,7 @@ from penjing.core.progress import Silent
 from penjing.curate.documents.document import Document
 from penjing.curate.documents.read import read_source, source_files
 from penjing.curate.documents.settings import SourceConfig
-from penjing.curate.learned.corruptions import CORRUPTIONS, spliced
+from penjing.curate.learned.corruptions import CORRUPTIONS
 from penjing.curate.learned.encoder import WINDOW_CHARS, DocumentEncoder
 from penjing.curate.learned.heads import area_under_curve, learn_head
 from penjing.curate.learned.student import fit_student
@@ -94,6 +96,15 @@ def piece(text: str, place: int) -> str:
 def noisy(kind: str, text: str, others: list[str], place: int) -> str:
     dice = np.random.default_rng([2, place, KINDS.index(kind) if kind in KINDS else 99])
     return (CORRUPTIONS.get(kind) or spliced)(text, others, dice)[:WINDOW_CHARS]
+
+
+def spliced(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
+    """Sentences of several texts in turn. Not one of `CORRUPTIONS`: each sentence is as clean as before, and heads that
+    learn from it only learn to distrust clean text (docs/log/2026-11-23-quality-and-noise.md)."""
+    mixed: list[str] = []
+    for each in (text, *(others[int(place)] for place in dice.choice(len(others), 3))):
+        mixed += [piece for piece in re.split(r"(?<=[.!?])\s+|\n+", each) if piece.strip()][:8]
+    return " ".join(dice.permutation(np.array(mixed, dtype=object)).tolist()) if mixed else text
 
 
 def noise_rows(encoder: DocumentEncoder, learned: list[Document], tested: list[Document]) -> list[Row]:

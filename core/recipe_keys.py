@@ -37,6 +37,7 @@ FORMS: dict[StageName, dict[str, str]] = {"compress": {"steps": "penjing.compres
 """Lists whose entries are told apart by a registry: key → a function that gives every form by its dotted name, the
 first part of which is the entry's `kind`, such as "prune" or "quantize.decoder"."""
 REQUIRED, LEFT_OUT = "required", "left out"
+WIDTH = 100  # of a terminal
 _PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", Any: "any value"}
 _LIMITS = {
     "gt": "above {}",
@@ -106,11 +107,11 @@ def find_sections(stage: StageName, wanted: str | None) -> list[Section]:
     return found
 
 
-def as_text(sections: list[Section], width: int = 100) -> str:
-    """The sections for a terminal, in lines of at most `width` characters where words allow it."""
+def as_text(sections: list[Section]) -> str:
+    """The sections for a terminal, in lines of at most `WIDTH` characters where words allow it."""
 
     def filled(text: str, indent: str) -> list[str]:
-        return [fill(line, width, initial_indent=indent, subsequent_indent=indent) for line in text.splitlines()]
+        return [fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent) for line in text.splitlines()]
 
     lines = []
     for section in sections:

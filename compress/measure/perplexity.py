@@ -60,18 +60,6 @@ def own_windows(
     return found
 
 
-def streamed_perplexity(
-    stream: LayerStream, windows: dict[str, Tensor], progress: Progress | None = None
-) -> dict[str, float]:
-    """Perplexity of each text; see `streamed_losses`.
-
-    Raises:
-        InputError: the loss is so large that there is no finite perplexity: the model is damaged.
-    """
-    losses = streamed_losses(stream, windows, progress)
-    return {name: exponential(math.fsum(part) / len(part), name) for name, part in losses.items()}
-
-
 @torch.no_grad()
 def streamed_losses(
     stream: LayerStream,

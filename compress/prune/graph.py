@@ -89,18 +89,6 @@ class DependencyGraph:
     frozen: frozenset[Place] = field(default_factory=frozenset)
     reasons: tuple[str, ...] = ()
 
-    def group_of(self, tensor: str, dim: int) -> Group:
-        """The first group with that place.
-
-        Raises:
-            InputError: nothing of it can be removed.
-        """
-        place = Place(tensor, dim)
-        for group in self.groups:
-            if place in group.places:
-                return group
-        raise InputError(f"no unit can leave {place}: it is fixed by an input, an output or a constant of the network")
-
     def __str__(self) -> str:
         return "\n".join(f"group {index}: {group}" for index, group in enumerate(self.groups))
 
@@ -121,15 +109,12 @@ class Analysis:
     held: dict[str, Label]
 
 
-def dependency_graph(
-    model: nn.Module, example: tuple[Any, ...], *, keyword: dict[str, Any] | None = None, protect: Iterable[str] = ()
-) -> DependencyGraph:
+def dependency_graph(model: nn.Module, example: tuple[Any, ...], *, protect: Iterable[str] = ()) -> DependencyGraph:
     """Analyse `model`; it is left as it is.
 
     Args:
         model: a graph of ATen operators, or any network that `torch.export` takes; its results are kept whole.
         example: inputs that show it; batch sizes and lengths of two or more, so that no dimension is mistaken for 1.
-        keyword: keyword inputs.
         protect: shell patterns of parameter names whose units stay.
 
     Raises:
@@ -137,7 +122,7 @@ def dependency_graph(
     """
     if isinstance(model, fx.GraphModule):
         return analyse(model, example, protect).found
-    program = _export(model, example, keyword or {})
+    program = _export(model, example)
     tensors = _stored_tensors(program, model)
     names = {node: tensors.get(node.name) for node in program.graph.nodes if node.op == "placeholder"}
     return _analysed(program.graph, names, protect, Labeler()).found
@@ -193,12 +178,12 @@ def _analysed(graph: fx.Graph, names: dict[Node, str | None], protect: Iterable[
     return Analysis(_collect(labeler, held, tuple(reasons)), labeler, labels, held)
 
 
-def _export(model: nn.Module, example: tuple[Any, ...], keyword: dict[str, Any]) -> Any:
+def _export(model: nn.Module, example: tuple[Any, ...]) -> Any:
     training = model.training
     model.eval()
     try:
         with force_torch(), without_stacks():
-            return torch.export.export(model, example, keyword, strict=False)
+            return torch.export.export(model, example, strict=False)
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} cannot be exported for analysis: {first_line(error)}; pruning needs a network "

@@ -133,19 +133,6 @@ def graph_skeleton(folder: Path) -> Network:
     return Network(module, config, example)
 
 
-def answers_at_import(folder: Path) -> dict[str, Tensor]:
-    """What the network answered to its example when it came in, by output.
-
-    Raises:
-        InputError: missing or damaged.
-    """
-    try:
-        shown = load_file(folder / EXAMPLE)
-        return {spec.name: shown[f"output.{spec.name}"] for spec in graph_config(folder).outputs}
-    except (SafetensorError, OSError, KeyError) as error:
-        raise InputError(f"{folder / EXAMPLE} cannot be read: {error}; import the network again") from error
-
-
 def parameters_of(module: nn.Module) -> int:
     """How many numbers are trained."""
     return sum(parameter.numel() for parameter in module.parameters())

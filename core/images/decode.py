@@ -54,20 +54,18 @@ def decode_image(
     return _ordered(_fitted(upright, pixels, part), pixels)
 
 
-def decode_tiles(
-    data: bytes, pixels: Pixels, tiles: int, *, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS
-) -> list[NDArray[np.uint8]]:
+def decode_tiles(data: bytes, pixels: Pixels, tiles: int, *, max_pixels: int = MAX_PIXELS) -> list[NDArray[np.uint8]]:
     """An encoded image as squares of the network's size, row by row, and then the whole; see `decode_image`.
 
     Args:
         pixels: of a square network, which is shown all of an image.
         tiles: to which the longer side is scaled; see `Look`.
     """
-    upright = _upright(data, pixels, max_pixels, formats, still=True)
+    upright = _upright(data, pixels, max_pixels, FORMATS, still=True)
     return [_ordered(each, pixels) for each in cut(upright, tiles, pixels.width, _FILTERS[pixels.filter])]
 
 
-def upright_size(data: bytes, *, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS) -> tuple[int, int]:
+def upright_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(width, height) of an encoded image once it is turned as its EXIF tag says, mostly by its first bytes alone.
 
     Raises:
@@ -78,7 +76,7 @@ def upright_size(data: bytes, *, max_pixels: int = MAX_PIXELS, formats: Sequence
         width, height = image.size
         return (height, width) if image.getexif().get(_ORIENTATION) in _TURNED else (width, height)
 
-    return _opened(data, max_pixels, formats, False, size)
+    return _opened(data, max_pixels, FORMATS, False, size)
 
 
 def _upright(data: bytes, pixels: Pixels, max_pixels: int, formats: Sequence[str], still: bool) -> Image.Image:

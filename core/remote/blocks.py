@@ -21,6 +21,7 @@ from penjing.core.files import holding, writing
 from penjing.core.remote.files import RemoteFile
 
 BLOCK = 2 << 20  # bytes: with eight at once and 50 ms until the first byte, 300 MB/s
+AHEAD = 8  # blocks that are fetched before a reader in order asks for them
 _THREADS = 8
 _OPEN = 256  # blocks of a file that stay mapped
 _LOCKS = 64  # files that keep processes from fetching the same block; two blocks seldom share one
@@ -124,16 +125,15 @@ class Blocks:
             return _mapped(path, size) or fetched
 
 
-
-def open_remote(file: RemoteFile, ahead: int = 8) -> IO[bytes]:
-    """The bytes of `file` in order, or from any place; up to `ahead` blocks are read before they are asked for."""
-    return io.BufferedReader(BlockReader(file, ahead), 1 << 18)
+def open_remote(file: RemoteFile) -> IO[bytes]:
+    """The bytes of `file` in order, or from any place; up to `AHEAD` blocks are read before they are asked for."""
+    return io.BufferedReader(BlockReader(file, AHEAD), 1 << 18)
 
 
 class BlockReader(io.RawIOBase):
     """A remote file as Python's other files are: read in order or from any place."""
 
-    def __init__(self, file: RemoteFile, ahead: int = 0, block: int = BLOCK) -> None:
+    def __init__(self, file: RemoteFile, ahead: int, block: int = BLOCK) -> None:
         self._blocks, self._ahead, self._at = Blocks(file, block), ahead, 0
 
     def readable(self) -> bool:

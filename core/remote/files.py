@@ -23,6 +23,7 @@ _VERSION = (
 )  # fmt: skip
 _TRIES, _FIRST_WAIT_S = 6, 0.5  # waits of 0.5, 1, 2, 4 … s: a connection that is gone for 15 s costs nothing else
 _CONNECT_S, _READ_S = 10, 30  # of a connection over http, until its first and its next bytes
+SMALL = 64 << 20  # bytes of a file that is read at once
 _REFUSED = (401, 403, 407)
 _ASKED_AGAIN_S = 5.0  # so often a file is asked whether it is still the same while it is read
 
@@ -150,15 +151,15 @@ def remote_files(address: str) -> list[RemoteFile]:
     return files
 
 
-def read_remote(address: str, most: int = 64 << 20) -> bytes:
+def read_remote(address: str) -> bytes:
     """All of a small file.
 
     Raises:
-        InputError: as `remote_file`; or it has more than `most` bytes.
+        InputError: as `remote_file`; or it has more than `SMALL` bytes.
     """
     file = remote_file(address)
-    if file.size > most:
-        raise InputError(f"{address} has {file.size:,} bytes, where {most:,} are the most that such a file may have")
+    if file.size > SMALL:
+        raise InputError(f"{address} has {file.size:,} bytes, where {SMALL:,} are the most that such a file may have")
     return file.fetch(0, file.size) if file.size else b""
 
 

@@ -137,15 +137,6 @@ def _cut_lines(text: str, others: Sequence[str], dice: np.random.Generator) -> s
     return "\n".join(pieces[:: int(dice.integers(2, 4))])
 
 
-def spliced(text: str, others: Sequence[str], dice: np.random.Generator) -> str:
-    """Sentences of several texts in turn. Not one of `CORRUPTIONS`: each sentence is as clean as before, and heads that
-    learn from it only learn to distrust clean text (docs/log/2026-11-23-quality-and-noise.md)."""
-    mixed: list[str] = []
-    for each in (text, *(others[int(place)] for place in dice.choice(len(others), 3))):
-        mixed += [piece for piece in re.split(r"(?<=[.!?])\s+|\n+", each) if piece.strip()][:8]
-    return " ".join(dice.permutation(np.array(mixed, dtype=object)).tolist()) if mixed else text
-
-
 CORRUPTIONS: dict[str, Corruption] = {
     "shuffled words": _shuffled_words,
     "words of other texts": _foreign_words,

@@ -14,7 +14,6 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penjing.core.errors import SetupError
@@ -34,9 +33,9 @@ STAGES = ("queue", "prefill", "decode")
 MAX_STAGED = 16  # prompts of a request whose answers get spans; further ones say the same
 
 
-def are_wanted(environment: Mapping[str, str] = os.environ) -> bool:
+def are_wanted() -> bool:
     """Whether a collector is named."""
-    return any(environment.get(name) for name in ENDPOINTS)
+    return any(os.environ.get(name) for name in ENDPOINTS)
 
 
 def check_traces() -> None:

@@ -13,7 +13,7 @@ from penjing.core.errors import InputError
 from penjing.core.progress import Silent
 from penjing.curate.documents.document import Document
 from penjing.curate.learned.conformal import enough_for, upper_threshold
-from penjing.curate.learned.corruptions import CORRUPTIONS, spliced
+from penjing.curate.learned.corruptions import CORRUPTIONS
 from penjing.curate.learned.surface import Usual, load_usual, usual_of
 from penjing.curate.learned.twoheads import Looks, learn_two_heads, load_two_heads
 from penjing.curate.run import curate_recipe
@@ -65,7 +65,6 @@ def test_every_corruption_takes_any_text_and_is_the_same_each_time(kind: str, te
     made[0].encode()
     if len(text) > 100:
         assert made[0] != text
-    assert isinstance(spliced(text, [sentences(2), ""], np.random.default_rng(3)), str)
 
 
 def test_shuffled_words_are_the_same_words_on_the_same_lines() -> None:

@@ -102,11 +102,6 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
         linear.lora_A, linear.lora_B, linear.scale = first, second, config.scale
 
 
-def adapter_names(model: nn.Module) -> list[str]:
-    """The layers with an adapter."""
-    return [name for name, module in model.named_modules() if isinstance(module, Adapted)]
-
-
 def adapted_weights(base: Weights, seed: int, known: Mapping[str, Tensor] | None = None) -> Weights:
     """The weights of an adapted network: those of `base`, A as wide as PEFT draws it, and B zero; or both as `known`
     has them."""

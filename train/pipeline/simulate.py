@@ -106,11 +106,6 @@ class Timeline:
         return 1 - sum(self.busy) / (self.ranks * self.makespan) if self.makespan else 0.0
 
     @property
-    def relative_bubble(self) -> float:
-        """Makespan ÷ the busiest rank's work − 1: what the papers state, (p − 1)/m for equal stages of 1F1B."""
-        return self.makespan / max(self.busy) - 1 if max(self.busy) else 0.0
-
-    @property
     def longest_span(self) -> float:
         """Seconds from first start to last end of the rank where they lie furthest apart: the period of repeated steps
         where ranks need not wait for each other between them (the zero-bubble paper's measure)."""

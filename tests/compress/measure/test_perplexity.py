@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder.stream import LayerStream
-from penjing.compress.measure.perplexity import evaluation_windows, streamed_losses, streamed_perplexity
+from penjing.compress.measure.perplexity import evaluation_windows, exponential, streamed_losses
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
@@ -27,9 +27,14 @@ def transformers_perplexity(folder: Path, windows_WT: torch.Tensor) -> float:
         return math.exp(float(model(windows_WT, labels=windows_WT).loss))
 
 
+def streamed_perplexity(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:
+    losses = streamed_losses(LayerStream(open_checkpoint(folder)), windows)
+    return {name: exponential(math.fsum(part) / len(part), name) for name, part in losses.items()}
+
+
 def test_perplexity_equals_transformers(tiny_checkpoint: Path) -> None:
     windows = evaluation_windows(Tokenizer.from_folder(tiny_checkpoint), 384, 128, 64)
-    streamed = streamed_perplexity(LayerStream(open_checkpoint(tiny_checkpoint)), windows)
+    streamed = streamed_perplexity(tiny_checkpoint, windows)
     assert list(streamed) == ["prose", "code"]
     for name, part in windows.items():
         wanted = transformers_perplexity(tiny_checkpoint, part)
@@ -55,13 +60,13 @@ def test_weights_alone_are_those_of_the_artifact_beside_floating_activations(tin
 def test_windows_longer_than_one_block_of_logits_count_every_token(tiny_checkpoint: Path) -> None:
     windows = evaluation_windows(Tokenizer.from_folder(tiny_checkpoint), 600, 0, 300)
     assert list(windows) == ["prose"]
-    streamed = streamed_perplexity(LayerStream(open_checkpoint(tiny_checkpoint)), windows)
+    streamed = streamed_perplexity(tiny_checkpoint, windows)
     assert math.isclose(streamed["prose"], transformers_perplexity(tiny_checkpoint, windows["prose"]), rel_tol=1e-5)
 
 
 def test_smollm2_reads_english(smollm2: Path) -> None:
     windows = evaluation_windows(Tokenizer.from_folder(smollm2), 256, 0, 128)
-    streamed = streamed_perplexity(LayerStream(open_checkpoint(smollm2)), windows)
+    streamed = streamed_perplexity(smollm2, windows)
     wanted = transformers_perplexity(smollm2, windows["prose"])
     assert math.isclose(streamed["prose"], wanted, rel_tol=1e-4)
     assert wanted < 40
