@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -10,7 +9,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
+from penjing.core.cluster.tied import end_with
 from penjing.core.config import parse_config
 from penjing.core.errors import PenjingError
 from penjing.core.files import writing
@@ -23,8 +24,6 @@ from penjing.serve.supervisor.kept_front import front_model, named_adapters
 READY = "ready"
 STABLE_SECONDS = 60.0
 MAX_BACKOFF_SECONDS = 30.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class Member:
@@ -54,13 +53,6 @@ class Member:
         errors = state.errors_path(self.port)
         config = self.model.config.model_copy(update={"fleet_pid": os.getpid()})
         command = [sys.executable, "-m", "penjing.serve.supervisor.supervisor", str(self.model.folder)]
-        fleet = os.getpid()
-
-        def die_with_fleet() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != fleet:
-                os._exit(1)
-
         with writing(errors):
             errors.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
@@ -70,7 +62,7 @@ class Member:
                     stdout=stderr,
                     stderr=stderr,
                     start_new_session=True,
-                    preexec_fn=die_with_fleet,
+                    preexec_fn=partial(end_with, os.getpid(), signal.SIGKILL),
                 )
         self._started = time.monotonic()
 

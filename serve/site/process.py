@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import signal
@@ -13,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from penjing.core.cluster.tied import end_with
 from penjing.core.errors import PenjingError, SetupError
 from penjing.core.files import writing
 from penjing.serve.access.keys import read_keys
@@ -29,8 +29,6 @@ END_SECONDS = 5.0
 MAX_BACKOFF_SECONDS = 10.0
 STABLE_SECONDS = 30.0
 NEEDS = ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 def check_front(config: FrontConfig) -> None:
@@ -167,9 +165,7 @@ class FrontProcess:
 
         def die_with_supervisor() -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until it listens to it
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor:
-                os._exit(1)
+            end_with(supervisor, signal.SIGKILL)
 
         try:
             with writing(self._stderr), open(self._stderr, "ab") as log:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from penjing.core.cluster.tied import end_with
 from penjing.core.errors import ServerError
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
@@ -19,8 +20,6 @@ from penjing.serve.supervisor.process import ServeConfig
 
 POLL_SECONDS = 0.05
 READY = "ready"
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 def detach_supervisor(
@@ -71,13 +70,6 @@ def start_behind(
         SetupError: the disk is full.
         ServerError: it ended; with what it said.
     """
-    caller = os.getpid()
-
-    def end_with_caller() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != caller:
-            os._exit(1)
-
     with writing(errors):
         errors.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
@@ -87,7 +79,7 @@ def start_behind(
                 stdout=stderr,
                 stderr=stderr,
                 start_new_session=True,
-                preexec_fn=end_with_caller if tied else None,
+                preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM) if tied else None,
             )
     try:
         while not is_ready(process.pid):

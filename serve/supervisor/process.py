@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import select
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from penjing.core.cluster.tied import end_with
 from penjing.core.config import Config
 from penjing.core.errors import ConfigError, SetupError
 from penjing.serve.client.protocol import (
@@ -44,8 +44,6 @@ KEY_BYTES = 10_000
 MODEL_PROCESS, EYES_PROCESS = "the model's process", "the process of what the model sees with"
 EXIT_SECONDS = 5
 ANSWER_SECONDS = 24 * 3600  # for what runs when the server ends: the supervisor decides how long it may take
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class ServeConfig(Config):
@@ -172,9 +170,7 @@ class ServerProcess:
 
         def prepare() -> None:
             confine(config.shared_memory_bytes if family.name == DECODER else None)
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor:
-                os._exit(1)
+            end_with(supervisor, signal.SIGKILL)
 
         with undo, opened_log(port) as log:
             process = subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -14,16 +13,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from penjing.core.cluster.tied import end_with
 from penjing.core.errors import SetupError
 from penjing.core.files import writing
 
 GRACE_SECONDS = 60.0
 """For a trial that shall stop to save its state."""
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Trials:
                     env=os.environ | {"OMP_NUM_THREADS": str(self._threads)},
                     start_new_session=True,  # Ctrl-C reaches it through `stop`
                     pass_fds=(lock,),  # held until it ends, whatever becomes of this process
-                    preexec_fn=_save_and_end_with_the_search,
+                    preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),  # and so saves its state
                 )
                 self._running.add(process)
             process.wait()
@@ -136,10 +135,6 @@ def _alone(folder: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
-
-
-def _save_and_end_with_the_search() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _reason(log: Path, start: int, code: int) -> str:
