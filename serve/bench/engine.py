@@ -14,6 +14,7 @@ from typing import Any
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import heldout_tokens
+from penjing.serve.bench.intervals import percentiles
 from penjing.serve.engine.config import EngineConfig, with_defaults
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -93,8 +94,8 @@ def bench(engine: LLMEngine, runs: int, progress: Progress) -> dict[str, Any]:
             "streams_16": 1000 * median(value for timing in crowd for value in timing.first_token_seconds),
         },
         "inter_token_ms": {
-            "one_stream": _percentiles([value for timing in alone for value in timing.inter_token_seconds]),
-            "streams_16": _percentiles([value for timing in crowd for value in timing.inter_token_seconds]),
+            "one_stream": percentiles([value for timing in alone for value in timing.inter_token_seconds]),
+            "streams_16": percentiles([value for timing in crowd for value in timing.inter_token_seconds]),
         },
         "kv_cache": {
             "dtype": engine.config.kv_dtype,
@@ -148,9 +149,3 @@ def _speculation(engine: LLMEngine) -> dict[str, Any]:
         "accepted_tokens": stats.spec_decode_num_accepted_tokens,
         "tokens_a_step": stats.generation_tokens / stats.num_steps,
     }
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds."""
-    ordered = sorted(seconds)
-    return {f"p{share}": 1000 * ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}

@@ -1,13 +1,15 @@
-"""What the difference of two contestants is worth, from pairs: bootstrap intervals."""
+"""What measured values come to: percentiles, and bootstrap intervals of the difference of two contestants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+SHARES = (50, 90, 99)
 RESAMPLES = 4000
 CONFIDENCE = 0.95
 
@@ -33,3 +35,9 @@ def bootstrap(figure: Callable[[NDArray[np.intp]], float], num_pairs: int) -> In
     figures = [figure(indices) for indices in draws]
     low, high = np.quantile(figures, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(figure(np.arange(num_pairs)), float(low), float(high))
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds that so many percent do not exceed, by the nearest rank; nothing of nothing."""
+    ordered = sorted(seconds)
+    return {f"p{share}": 1000 * ordered[math.ceil(len(ordered) * share / 100) - 1] for share in SHARES if ordered}

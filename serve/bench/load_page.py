@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from penjing.core.files import atomic_write_text
 from penjing.core.pages.page import AFTER, BEFORE, OTHERS, figure, render_page
-from penjing.serve.bench.open_loop import SHARES, Outcome
+from penjing.serve.bench.intervals import SHARES
+from penjing.serve.bench.open_loop import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

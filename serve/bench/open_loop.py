@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from penjing.core.errors import InputError, ServerError, UnavailableError
 from penjing.core.progress import Progress, Silent
+from penjing.serve.bench.intervals import percentiles
 from penjing.serve.bench.load import Asked, Scenario, make_load
 from penjing.serve.client.protocol import host_port
 
@@ -27,7 +28,6 @@ KEY = "OPENAI_API_KEY"
 LINE_BYTES = 1 << 20
 REQUEST_SECONDS = 600.0
 HANDSHAKE_SECONDS = 30.0
-SHARES = (50, 90, 99)
 
 
 class Address(NamedTuple):
@@ -158,12 +158,6 @@ def load_figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals:
         "whole_answer_ms": percentiles([outcome.end for outcome in complete]),
         "sent_late_ms": percentiles([outcome.late for outcome in outcomes]),
     }
-
-
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds that so many percent do not exceed, by the nearest rank; nothing of nothing."""
-    ordered = sorted(seconds)
-    return {f"p{share}": 1000 * ordered[math.ceil(len(ordered) * share / 100) - 1] for share in SHARES if ordered}
 
 
 async def _run(address: Address, load: Sequence[Asked], progress: Progress, name: str | None) -> list[Outcome]:

@@ -11,6 +11,7 @@ from typing import Any
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.corpus import heldout_tokens
 from penjing.serve.bench.engine import NUM_STREAMS, Timing, run_prompts
+from penjing.serve.bench.intervals import percentiles
 from penjing.serve.client.client import AsyncClient, Client
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
@@ -70,8 +71,8 @@ def bench_server(
             * median(value for timing in over["streams_all"] for value in timing.first_token_seconds),
         },
         "inter_token_ms": {
-            "one_stream": _percentiles([value for timing in over["one_all"] for value in timing.inter_token_seconds]),
-            "streams_16": _percentiles(
+            "one_stream": percentiles([value for timing in over["one_all"] for value in timing.inter_token_seconds]),
+            "streams_16": percentiles(
                 [value for timing in over["streams_all"] for value in timing.inter_token_seconds]
             ),
         },
@@ -119,9 +120,3 @@ def _speeds(cases: dict[str, list[Timing]]) -> dict[str, float]:
         "one_stream": 128 / (seconds["one_all"] - seconds["one_first"]),
         "streams_16": NUM_STREAMS * 64 / seconds["streams_all"],
     }
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds."""
-    ordered = sorted(seconds)
-    return {f"p{share}": 1000 * ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}

@@ -18,9 +18,10 @@ import pytest
 
 from penjing.core.errors import ConfigError, InputError, ServerError, UnavailableError
 from penjing.serve import cli
+from penjing.serve.bench.intervals import percentiles
 from penjing.serve.bench.load import BURST, Asked, make_load
 from penjing.serve.bench.load_page import load_page, write_load_page
-from penjing.serve.bench.open_loop import Address, Outcome, bench_open_loop, load_figures, percentiles
+from penjing.serve.bench.open_loop import Address, Outcome, bench_open_loop, load_figures
 from tests.serve.certificates import localhost_certificate
 from tests.serve.triton.serving import free_ports
 
