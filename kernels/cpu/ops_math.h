@@ -32,7 +32,7 @@ inline V v_gelu_mul(V gate, V up) {
 
 // gelu(x) = x Φ(x): Φ(−|x|) is half of erfc(|x| / √2), to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
 inline V v_gelu(V x) {
-    const V size = v_max(x, v_sub(v_zero(), x));
+    const V size = v_min(v_max(x, v_sub(v_zero(), x)), v_set(3.40282347e38f));  // infinity × 0 would be no number
     const V t = v_div(v_set(1.0f), v_fma(size, v_set(0.231641888f), v_set(1.0f)));  // 0.3275911 / √2
     V p = v_set(1.061405429f);
     p = v_fma(p, t, v_set(-1.453152027f));

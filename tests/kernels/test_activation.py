@@ -25,7 +25,7 @@ def test_each_activation(kind: Activation) -> None:
     x = torch.cat((torch.linspace(-14, 14, 4003), torch.tensor([0.0, -200.0, 200.0, torch.inf, torch.nan])))
     found, expected = activate(x, kind), WIDE[kind](x.double())
     assert found[-1].isnan()
-    torch.testing.assert_close(found[:-2].double(), expected[:-2], rtol=5e-7, atol=5e-7)
+    torch.testing.assert_close(found[:-1].double(), expected[:-1], rtol=5e-7, atol=5e-7)
     assert torch.equal(activate(x[1000:1007], kind), found[1000:1007])  # wherever an element lies
 
 
