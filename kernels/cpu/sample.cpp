@@ -229,7 +229,7 @@ void sample_member(const Team& team, void* context) {
 }  // namespace
 
 int sample_rows(SampleRow* const* rows, int64_t num_rows, int64_t vocab) {
-    static Scratch scratch;  // callers take turns, as those of a step do
+    static thread_local Scratch scratch;
     Sampling call{rows, num_rows, vocab, {}, {}};
     const int members = static_cast<int>(std::min<int64_t>({num_threads(), num_rows, 64}));
     Carver counting(nullptr);
