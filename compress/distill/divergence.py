@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from penjing.core.errors import InputError
+from penjing.train.objective.cross_entropy import row_blocks
 
-_BLOCK = {"cpu": 2**18}  # elements; see train/objective/cross_entropy.py
 _LARGE_BLOCK = 2**26  # two logits of it are widened at a time
 
 
@@ -61,7 +61,7 @@ class _Divergence(torch.autograd.Function):
         wide = _wide(student)
         normalisers = torch.empty(2, len(student), dtype=wide, device=student.device)
         total = torch.zeros((), dtype=torch.float64, device=student.device)
-        for rows in _blocks(student):
+        for rows in row_blocks(student, _LARGE_BLOCK):
             s, t = student[rows].to(wide) / temperature, teacher[rows].to(wide) / temperature
             normalisers[0, rows], normalisers[1, rows] = torch.logsumexp(s, -1), torch.logsumexp(t, -1)
             probability = (t - normalisers[1, rows, None]).exp_()
@@ -78,7 +78,7 @@ class _Divergence(torch.autograd.Function):
         student, teacher, normalisers, counted = ctx.saved_tensors
         scale = torch.where(counted, gradients[0] * ctx.temperature, 0.0)[:, None]
         result = torch.empty_like(student)
-        for rows in _blocks(student):
+        for rows in row_blocks(student, _LARGE_BLOCK):
             q, p = (
                 (logits[rows].to(normalisers.dtype) / ctx.temperature - normaliser[rows, None]).exp_()
                 for logits, normaliser in zip((student, teacher), normalisers, strict=True)
@@ -95,7 +95,7 @@ class _TopDivergence(torch.autograd.Function):
         wide = _wide(student)
         normaliser, other = (torch.empty(len(student), dtype=wide, device=student.device) for _ in range(2))
         total = torch.zeros((), dtype=torch.float64, device=student.device)
-        for rows in _blocks(student):
+        for rows in row_blocks(student, _LARGE_BLOCK):
             s = student[rows].to(wide) / temperature
             normaliser[rows] = torch.logsumexp(s, -1)
             known = s.gather(1, index[rows]) - normaliser[rows, None]
@@ -116,7 +116,7 @@ class _TopDivergence(torch.autograd.Function):
         # Of the others, each gets its part of the class that they are together.
         share = torch.where(rest > -torch.inf, (rest - other).exp(), 0.0)
         result = torch.empty_like(student)
-        for rows in _blocks(student):
+        for rows in row_blocks(student, _LARGE_BLOCK):
             q = (student[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]).exp_()
             known = q.gather(1, index[rows]) - top[rows].exp().to(q.dtype)
             q.mul_(1.0 - share[rows, None]).scatter_(1, index[rows], known)
@@ -131,8 +131,3 @@ def _wide(logits: Tensor) -> torch.dtype:
 def _check_teacher(values: Tensor) -> None:
     if not isinstance(values, FakeTensor) and not bool(values.isfinite().all()):
         raise InputError("the teacher's logits hold NaN or infinity; its weights or the data are damaged: check both")
-
-
-def _blocks(logits: Tensor) -> list[slice]:
-    rows = max(_BLOCK.get(logits.device.type, _LARGE_BLOCK) // max(logits.shape[1], 1), 1)
-    return [slice(begin, begin + rows) for begin in range(0, len(logits), rows)]

@@ -23,9 +23,10 @@ from penjing.compress.prune.importance import Scores
 from penjing.compress.prune.subject import Subject
 from penjing.compress.quantize.targets import TargetName
 from penjing.compress.samples.data import DataSettings, Samples
+from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.parity import Difference
 from penjing.core.config import Config
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, FamilyName, family_of, names_of, table_of
 from penjing.core.graph.network import Network
 from penjing.core.progress import Progress
@@ -194,3 +195,13 @@ def family_at(folder: Path) -> Family:
         InputError: there is no `config.json`, or it names no family that can be compressed.
     """
     return family(family_of(folder))
+
+
+def refuse_artifact(folder: Path) -> None:
+    """What is compressed is a checkpoint.
+
+    Raises:
+        InputError: `folder` holds an artifact.
+    """
+    if is_artifact(folder):
+        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")

@@ -10,7 +10,7 @@ from torch import nn
 
 from penjing.compress.distill.classifier import TRAINING
 from penjing.compress.export.classifier import export_classifier
-from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
+from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer, refuse_artifact
 from penjing.compress.graph.own import classifier_network
 from penjing.compress.measure.cost import classifier_calls
 from penjing.compress.measure.evaluate import evaluate_classifier, images_judged
@@ -20,9 +20,7 @@ from penjing.compress.prune.batch_norm import reestimate_batch_norms
 from penjing.compress.prune.resnet_subject import ResNetSubject
 from penjing.compress.quantizers import classifier as quantizer
 from penjing.compress.samples.data import DataSettings, image_samples
-from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.classifier import classifier_config, classifier_skeleton, load_classifier, save_classifier
-from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.graph.network import Network
 from penjing.core.manifest import read_manifest, verify
@@ -31,8 +29,7 @@ from penjing.core.progress import Progress
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    if is_artifact(folder):
-        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    refuse_artifact(folder)
     hashes = verify(folder).sha256
     classifier_skeleton(folder)
     return hashes

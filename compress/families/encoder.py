@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from penjing.compress.export.as_made import AsMade
-from penjing.compress.families.base import Exporter, Family, Quantizer
+from penjing.compress.families.base import Exporter, Family, Quantizer, refuse_artifact
 from penjing.compress.measure.cost import encoder_calls
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_encoder
 from penjing.compress.measure.skeleton import skeleton_of_encoder
 from penjing.compress.parity.encoder import EncoderParity
 from penjing.compress.quantizers import encoder as quantizer
 from penjing.compress.samples.data import text_samples
-from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.encoder import WEIGHTS, load_encoder
-from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.files import sha256_file
 
@@ -22,8 +20,7 @@ NOTE = "takes token ids and their mask; the tokenizer is the artifact's tokenize
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    if is_artifact(folder):
-        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    refuse_artifact(folder)
     load_encoder(folder)
     return {name: sha256_file(folder / name) for name in ("config.json", WEIGHTS, "tokenizer.json")}
 

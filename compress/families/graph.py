@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from penjing.compress.distill.graph import TRAINING
 from penjing.compress.export.as_made import AsMade
-from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer
+from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer, refuse_artifact
 from penjing.compress.measure.evaluate import EvaluateSettings, images_judged
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
 from penjing.compress.measure.skeleton import skeleton_of_graph
@@ -20,9 +20,7 @@ from penjing.compress.prune_graph.subject import GraphSubject
 from penjing.compress.quantizers import graph as quantizer
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.samples.graph import graph_samples
-from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.graph import graph_skeleton, load_network
-from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.graph.network import Network
 from penjing.core.manifest import verify
@@ -31,8 +29,7 @@ from penjing.core.progress import Progress
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    if is_artifact(folder):
-        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    refuse_artifact(folder)
     hashes = verify(folder).sha256
     graph_skeleton(folder)
     return hashes

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penjing.compress.families.base import Family, Quantizer
+from penjing.compress.families.base import Family, Quantizer, refuse_artifact
 from penjing.compress.measure.evaluate import EvaluateSettings
 from penjing.compress.measure.skeleton import skeleton_of_towers
 from penjing.compress.measure.towers import evaluate_towers, towers_calls
 from penjing.compress.parity.graph import GraphParity
 from penjing.compress.quantizers import towers as quantizer
 from penjing.compress.samples.pairs import calibration_pairs
-from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.parity import Difference
 from penjing.core.artifact.towers import IMAGE, TEXT, open_towers_artifact
 from penjing.core.checkpoint.towers import load_towers
-from penjing.core.errors import InputError
 from penjing.core.family import FAMILIES
 from penjing.core.files import sha256_file
 from penjing.core.progress import Progress
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    if is_artifact(folder):
-        raise InputError(f"{folder} is quantized already; compress the checkpoint it was made from")
+    refuse_artifact(folder)
     load_towers(folder)
     return {
         path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors")

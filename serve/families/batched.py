@@ -91,13 +91,18 @@ def batched(
         check=lambda folder, _: open_(folder).folder.absolute(),
         repository=repository,
         entry=entry,
-        ask=_ask,
+        ask=ask_for_life,
         load=load,
         workload=workload,
         parity=parity,
     )
 
 
-def _ask(client: Client, seconds: float) -> None:
+def ask_for_life(client: Client, seconds: float) -> None:
+    """See `Family.ask`.
+
+    Raises:
+        ServerError: the model does not answer within `seconds`.
+    """
     if not client.is_ready(seconds):
         raise ServerError(f"no answer within {seconds:.0f} s")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from penjing.core.checkpoint.towers_config import towers_config
-from penjing.core.errors import ConfigError, InputError, RequestError, ServerError
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.images.decode import MAX_PIXELS
 from penjing.core.manifest import verify
 from penjing.core.text.text_tokenizer import TextTokenizer
@@ -23,12 +23,13 @@ from penjing.core.vision.towers_config import TowersConfig
 from penjing.serve.client.protocol import TOWERS
 from penjing.serve.engine.config import BatchConfig
 from penjing.serve.families.base import Answer, Arrays, Entry, Family, Form, Signature, TensorSpec
+from penjing.serve.families.batched import ask_for_life
 from penjing.serve.families.encoder import TEXT, read_texts
 from penjing.serve.families.graph_model import IMAGE, PIXELS
 from penjing.serve.families.repository import write_python_entry
 
 if TYPE_CHECKING:
-    from penjing.serve.client.client import Client
+    pass
 
 OUTPUT = "embedding"
 _INPUTS = (TEXT, IMAGE, PIXELS)
@@ -155,11 +156,6 @@ def _entry(folder: Path, settings: TowersSettings, form: Form | None) -> Entry:
     return Entry(partial(write_python_entry, signature=made, config=settings, artifact=folder))
 
 
-def _ask(client: Client, seconds: float) -> None:
-    if not client.is_ready(seconds):
-        raise ServerError(f"no answer within {seconds:.0f} s")
-
-
 FAMILY = Family(
     name=TOWERS,
     settings=TowersSettings,
@@ -167,6 +163,6 @@ FAMILY = Family(
     check=_check,
     repository=_repository,
     entry=_entry,
-    ask=_ask,
+    ask=ask_for_life,
     load=Towers,
 )

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from penjing.serve.triton.adapter_watch import AdapterWatch, reachable_folders
 from penjing.serve.triton.eyes import RemoteEyes
 from penjing.serve.triton.intake import WAITING_THREADS, Intake
 from penjing.serve.triton.journal import client_id, log_request, log_to_server
-from penjing.serve.triton.metrics import EngineMetrics, Refusals
+from penjing.serve.triton.metrics import EngineMetrics, Refusals, registered
 from penjing.serve.triton.pulse import Command, Phase, Pulse
 from penjing.serve.triton.reply import Outbox, Reply, send_error
 from penjing.serve.triton.settings import parameter, read_settings
@@ -123,7 +124,8 @@ class LLMAdapter:
             self._adapters = AdapterWatch(wanted, folder, begun, loop)
             self._adapters.look()
         self._outbox = Outbox(self._pb_utils, self._ended, engine.config.stream_interval)
-        self._metrics = _metrics(self._pb_utils, args["model_name"], loop)
+        make_metrics = partial(EngineMetrics, self._pb_utils, args["model_name"], loop.stats())
+        self._metrics = registered(self._pb_utils, make_metrics)
         self._loop = loop
         self._phase = Phase.SERVING
         log.info("serving %s with %s", folder, engine.config)
@@ -326,11 +328,3 @@ def _generate_one_token(loop: EngineLoop) -> None:
         raise ServerError(f"the model gave no token within {CANARY_SECONDS:.0f} s of being loaded")
     if outputs[-1].finish_reason == "error":
         raise ServerError(f"the model does not generate: {outputs[-1].error}")
-
-
-def _metrics(pb_utils: Any, model_name: str, loop: EngineLoop) -> EngineMetrics | None:
-    try:
-        return EngineMetrics(pb_utils, model_name, loop.stats())
-    except pb_utils.TritonModelException as error:
-        log.warning("Triton server takes no metrics (started with --allow-metrics=false?): %s", error)
-        return None

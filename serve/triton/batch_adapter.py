@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from penjing.serve.families.base import BatchModel, BatchPart, family_at
 from penjing.serve.triton.batch_metrics import BatchMetrics, BatchSamples
 from penjing.serve.triton.journal import client_id, log_request, log_to_server
 from penjing.serve.triton.lifecycle import Life
-from penjing.serve.triton.metrics import Refusals
+from penjing.serve.triton.metrics import Refusals, registered
 from penjing.serve.triton.pulse import MODEL_SLOT, Phase
 from penjing.serve.triton.reply import send_error
 from penjing.serve.triton.settings import read_settings
@@ -98,7 +99,8 @@ class BatchAdapter:
             self._changed, self._finalizing = threading.Condition(), False
             self._started: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
             self._refusals, self._samples, self._batch_seconds = Refusals(), BatchSamples(), 0.0
-            self._metrics = _metrics(pb_utils, str(args.get("model_name", part.name)))
+            make_metrics = partial(BatchMetrics, pb_utils, str(args.get("model_name", part.name)))
+            self._metrics = registered(pb_utils, make_metrics)
             self._ending = threading.Event()
             self._threads = [
                 threading.Thread(target=work, name=f"penjing-{name}", daemon=True)
@@ -305,14 +307,6 @@ def _log(request: _Waiting, answer: dict[str, np.ndarray] | PenjingError, begun:
         "rows": len(request.prepared),
     }
     log_request(facts | ({"refused": code_of(answer).name} if isinstance(answer, PenjingError) else {}))
-
-
-def _metrics(pb_utils: Any, model_name: str) -> BatchMetrics | None:
-    try:
-        return BatchMetrics(pb_utils, model_name)
-    except pb_utils.TritonModelException as error:
-        log.warning("Triton server takes no metrics (started with --allow-metrics=false?): %s", error)
-        return None
 
 
 def _failures(error: Exception, requests: int) -> list[PenjingError]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from penjing.serve.client.errors import code_of
 from penjing.serve.engine.stats import MASKS, EngineStats
 
+log = logging.getLogger(__name__)
+_Metrics = TypeVar("_Metrics")
 PREFIX = "penjing:"
 GAUGES = {
     "num_requests_running": "Sequences in the running batch.",
@@ -58,6 +61,15 @@ _REASONS = {
     "INTERNAL": "error",
 }
 REASONS = (*_REASONS.values(), TIMEOUT)
+
+
+def registered(pb_utils: Any, register: Callable[[], _Metrics]) -> _Metrics | None:
+    """What `register` makes of Triton server's metrics; None, which the log says, where it takes none."""
+    try:
+        return register()
+    except pb_utils.TritonModelException as error:
+        log.warning("Triton server takes no metrics (started with --allow-metrics=false?): %s", error)
+        return None
 
 
 class Refusals:

@@ -21,6 +21,8 @@ from penjing.train.recipe.data import DataConfig
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 from penjing.train.state.initial import Weights
 
+NOTHING_HELD_OUT = "data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0"
+
 
 class Task(Protocol):
     """Everything that depends on the kind of data and model."""

@@ -17,7 +17,7 @@ from penjing.core.memory import keep_freed_memory
 from penjing.core.progress import Progress, typed
 from penjing.train.data.order import permute
 from penjing.train.data.stream import Stream, one_pass, shuffled
-from penjing.train.families.base import Family
+from penjing.train.families.base import NOTHING_HELD_OUT, Family
 from penjing.train.numerics.layout import channels_last
 from penjing.train.objective.objective import Batch, TaskObjective
 from penjing.train.objective.outputs import Classes
@@ -61,7 +61,7 @@ class GraphTraining:
         self._learnt = Reader(source, learnt, form, data, progress.note)
         self._held = Reader(source, held, form, data, progress.note) if recipe.evaluation.every and len(held) else None
         if recipe.evaluation.every and self._held is None:
-            raise ConfigError("data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0")
+            raise ConfigError(NOTHING_HELD_OUT)
         self.num_classes = form.classes
         self.labelled = self._learnt.targets is not None
         if data.mix and not (self.labelled and all(spec.dtype.startswith("float") for spec in config.inputs)):

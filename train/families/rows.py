@@ -12,6 +12,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import typed
 from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.data.stream import Indexed, Stream, one_pass, shuffled
+from penjing.train.families.base import NOTHING_HELD_OUT
 from penjing.train.families.decoder_task import DecoderTask
 from penjing.train.objective.objective import Batch
 from penjing.train.processes.world import World
@@ -47,7 +48,7 @@ class RowTask(DecoderTask, Generic[D, S]):
         """
         evaluation = self._recipe.evaluation
         if evaluation.every and not self._data.held_out:
-            raise ConfigError("data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0")
+            raise ConfigError(NOTHING_HELD_OUT)
         held = held_out_places(keys, self._data.held_out if evaluation.every else 0.0)
         return held, judged_places(held, evaluation.samples)
 

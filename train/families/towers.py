@@ -32,7 +32,7 @@ from penjing.core.vision.vit import initialize_vit
 from penjing.train.chat.held_out import held_out_places
 from penjing.train.data.emoji import BUILTIN, emoji_pairs
 from penjing.train.data.stream import Draw, Stream, shuffled
-from penjing.train.families.base import Family
+from penjing.train.families.base import NOTHING_HELD_OUT, Family
 from penjing.train.families.classifier import initialize_resnet, resnet_config
 from penjing.train.families.eyes import tower_of
 from penjing.train.objective.contrastive import Contrastive
@@ -147,7 +147,7 @@ class TowerTraining:
         self._learnt = pairs(source, learnt)
         self._held = pairs(kept, held) if recipe.evaluation.every and len(held) else None
         if recipe.evaluation.every and self._held is None:
-            raise ConfigError("data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0")
+            raise ConfigError(NOTHING_HELD_OUT)
         progress.note(
             f"{len(self._learnt):,} pairs are learnt, {0 if self._held is None else len(self._held):,} are held out; "
             f"{len(names):,} different texts of up to {max(map(len, tokens))} tokens"

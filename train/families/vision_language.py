@@ -32,7 +32,7 @@ from penjing.train.chat.rows import Row, take_rows
 from penjing.train.chat.sighted import Sighted, SightedRows, SightTokens
 from penjing.train.chat.tokens import ChatTokens
 from penjing.train.data.stream import Draw, Stream, one_pass, shuffled
-from penjing.train.families.base import Family
+from penjing.train.families.base import NOTHING_HELD_OUT, Family
 from penjing.train.families.eyes import encoder_of
 from penjing.train.objective.answers import Answers
 from penjing.train.objective.objective import Batch, TaskObjective
@@ -88,9 +88,7 @@ class SightTuning:
             kept = [rows[place] for place in sorted(places)]
             rows = [row for place, row in enumerate(rows) if place not in places]
             if not kept:
-                raise ConfigError(
-                    "data.held_out = 0 leaves nothing to evaluate on; raise it, or set evaluation.every = 0"
-                )
+                raise ConfigError(NOTHING_HELD_OUT)
         pad = config.decoder.pad_token_id
         pad = next(iter(self._tokenizer.eos_token_ids), 0) if pad is None else pad
         self._learnt, self._held = (SightedRows(each, pad, pixels, data.blind, data.questions) for each in (rows, kept))

@@ -126,7 +126,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return result, None, None, None, None
 
 
-def row_blocks(logits: torch.Tensor) -> list[slice]:
-    """The rows of `logits` (N, V) in blocks that are worked on at once."""
-    rows = max(_BLOCK.get(logits.device.type, _LARGE_BLOCK) // max(logits.shape[1], 1), 1)
+def row_blocks(logits: torch.Tensor, large: int = _LARGE_BLOCK) -> list[slice]:
+    """The rows of `logits` (N, V) in blocks that are worked on at once; off the processor of `large` elements."""
+    rows = max(_BLOCK.get(logits.device.type, large) // max(logits.shape[1], 1), 1)
     return [slice(begin, begin + rows) for begin in range(0, len(logits), rows)]

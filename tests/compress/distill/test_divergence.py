@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penjing.compress.distill import divergence
 from penjing.compress.distill.divergence import divergence_sum, top_divergence_sum
 from penjing.core.errors import InputError
+from penjing.train.objective import cross_entropy
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divergence, "_BLOCK", {"cpu": 3 * 23})  # three rows at a time
+    monkeypatch.setattr(cross_entropy, "_BLOCK", {"cpu": 3 * 23})  # three rows at a time
 
 
 def logits(seed: int, rows: int = 8, classes: int = 23, dtype: torch.dtype = torch.float64) -> torch.Tensor:
