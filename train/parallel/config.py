@@ -206,75 +206,89 @@ def _check_shares(config: ParallelConfig, model: object) -> None:
 
 
 def _check_decoder(config: ParallelConfig, model: DecoderConfig, dp: int, length: int, any_vocabulary: bool) -> None:
-    tp, pp, cp, ep = config.tp, config.pp, config.cp, config.ep
-    if tp > 1:
-        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        for name in split if any_vocabulary else (*split, "vocab_size"):
-            _divides("tp", tp, f"model.{name}", getattr(model, name))
-        if model.latent_attention is not None:
-            raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
-        if model.qk_norm_over == "all":
-            raise ConfigError(
-                f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3"
-            )
-        names = ("mlp_gated", "parallel", "head_bias", "logit_cap")
-        if found := [each for each in model.departures() if each.startswith(names)]:
-            raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
-        if model.moe is not None:
-            for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-                _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)
-        if "lsh_attention" in (model.layer_types or ()):
-            raise ConfigError(f"parallel.tp={tp}: lsh_attention hashes all heads together; use zero = 3")
+    if config.tp > 1:
+        _check_tensors(config.tp, model, any_vocabulary)
     if config.sequence:
-        _divides("tp", tp, "data.sequence_length (parallel.sequence)", length)
+        _divides("tp", config.tp, "data.sequence_length (parallel.sequence)", length)
     if model.shared_layers > 1 and not config.is_plain:
         raise ConfigError("model.shared_layers: layers that share weights allow data parallelism alone (zero = 0)")
-    if pp > 1:
-        stages = config.num_stages
-        if stages > model.num_hidden_layers:
-            layers = model.num_hidden_layers
-            raise ConfigError(
-                f"parallel.pp={pp} ({stages} stages with schedule {config.schedule!r}) is more than "
-                f"model.num_hidden_layers={layers}; take pp = {layers * pp // stages} or less"
-            )
-        counts = config.stage_layers
-        if isinstance(counts, tuple) and (
-            len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1
-        ):
-            raise ConfigError(
-                f"parallel.stage_layers={list(counts)}: {stages} numbers of 1 or more are needed, in all "
-                f"model.num_hidden_layers={model.num_hidden_layers}"
-            )
-        if model.tie_word_embeddings and config.schedule in ("zbv", "dualpipev"):
-            raise ConfigError(
-                f"parallel.schedule = {config.schedule!r} puts the first and the last stage into one process, which "
-                "model.tie_word_embeddings = true does not allow; set it to false, or use '1f1b' or 'interleaved'"
-            )
-        if model.moe is not None and config.schedule in ("zbv", "dualpipev"):
-            raise ConfigError(
-                f"parallel.schedule = {config.schedule!r} splits the backward pass, which experts do not; use "
-                "'1f1b' or 'interleaved'"
-            )
-        if model.moe is not None and config.balance:
-            raise ConfigError(
-                "parallel.balance = true resizes micro-batches, and the load of experts is judged in each; set it to "
-                "false"
-            )
-    if cp > 1 and model.attention_cap is not None:
+    if config.pp > 1:
+        _check_stages(config, model)
+    if config.cp > 1:
+        _check_context(config, model, length)
+    if config.ep > 1:
+        _check_experts(config, model, dp)
+
+
+def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
+    split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    for name in split if any_vocabulary else (*split, "vocab_size"):
+        _divides("tp", tp, f"model.{name}", getattr(model, name))
+    if model.latent_attention is not None:
+        raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
+    if model.qk_norm_over == "all":
+        raise ConfigError(f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3")
+    names = ("mlp_gated", "parallel", "head_bias", "logit_cap")
+    if found := [each for each in model.departures() if each.startswith(names)]:
+        raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
+    if model.moe is not None:
+        for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+            _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)
+    if "lsh_attention" in (model.layer_types or ()):
+        raise ConfigError(f"parallel.tp={tp}: lsh_attention hashes all heads together; use zero = 3")
+
+
+def _check_stages(config: ParallelConfig, model: DecoderConfig) -> None:
+    stages = config.num_stages
+    if stages > model.num_hidden_layers:
+        layers = model.num_hidden_layers
+        raise ConfigError(
+            f"parallel.pp={config.pp} ({stages} stages with schedule {config.schedule!r}) is more than "
+            f"model.num_hidden_layers={layers}; take pp = {layers * config.pp // stages} or less"
+        )
+    counts = config.stage_layers
+    if isinstance(counts, tuple) and (
+        len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1
+    ):
+        raise ConfigError(
+            f"parallel.stage_layers={list(counts)}: {stages} numbers of 1 or more are needed, in all "
+            f"model.num_hidden_layers={model.num_hidden_layers}"
+        )
+    if model.tie_word_embeddings and config.schedule in ("zbv", "dualpipev"):
+        raise ConfigError(
+            f"parallel.schedule = {config.schedule!r} puts the first and the last stage into one process, which "
+            "model.tie_word_embeddings = true does not allow; set it to false, or use '1f1b' or 'interleaved'"
+        )
+    if model.moe is not None and config.schedule in ("zbv", "dualpipev"):
+        raise ConfigError(
+            f"parallel.schedule = {config.schedule!r} splits the backward pass, which experts do not; use "
+            "'1f1b' or 'interleaved'"
+        )
+    if model.moe is not None and config.balance:
+        raise ConfigError(
+            "parallel.balance = true resizes micro-batches, and the load of experts is judged in each; set it to false"
+        )
+
+
+def _check_context(config: ParallelConfig, model: DecoderConfig, length: int) -> None:
+    cp = config.cp
+    if model.attention_cap is not None:
         raise ConfigError(f"parallel.cp={cp}: it does not know a model.attention_cap; leave cp = 1")
-    if cp > 1:
-        _check_pieces("2 × parallel.cp", 2 * cp, length)
-        if config.sequence:
-            _check_pieces("parallel.cp × parallel.tp", cp * tp, length)
-        if "lsh_attention" in (model.layer_types or ()):
-            raise ConfigError(f"parallel.cp={cp}: lsh_attention hashes the whole sequence; use cp = 1")
-    if ep > 1:
-        if model.moe is None:
-            raise ConfigError(f"parallel.ep={ep} spreads experts, and the model has none; set parallel.ep = 1")
-        _divides("ep", ep, "model.moe.num_experts", model.moe.num_experts)
-        _divides("ep", ep, "parallel.dp", dp)
-        if config.gradients == "int8":
-            raise ConfigError(f"parallel.ep={ep}: gradients of experts are not packed; set gradients = 'float32'")
+    _check_pieces("2 × parallel.cp", 2 * cp, length)
+    if config.sequence:
+        _check_pieces("parallel.cp × parallel.tp", cp * config.tp, length)
+    if "lsh_attention" in (model.layer_types or ()):
+        raise ConfigError(f"parallel.cp={cp}: lsh_attention hashes the whole sequence; use cp = 1")
+
+
+def _check_experts(config: ParallelConfig, model: DecoderConfig, dp: int) -> None:
+    ep = config.ep
+    if model.moe is None:
+        raise ConfigError(f"parallel.ep={ep} spreads experts, and the model has none; set parallel.ep = 1")
+    _divides("ep", ep, "model.moe.num_experts", model.moe.num_experts)
+    _divides("ep", ep, "parallel.dp", dp)
+    if config.gradients == "int8":
+        raise ConfigError(f"parallel.ep={ep}: gradients of experts are not packed; set gradients = 'float32'")
 
 
 def _divides(name: str, parts: int, whole_name: str, whole: int) -> None:
