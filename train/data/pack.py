@@ -123,25 +123,8 @@ def pack(
             progress.note(split.note)
     if not (split.trained > 0).any():
         raise InputError(f"data.sources {list(sources)} hold no text; name others")
-    if tokenizer is not None:
-        copy_tokenizer(tokenizer, folder)
     texts = _Texts(sources, column, split, template)
-    if tokenizer is None and not (folder / _TOKENIZER_CONFIG).exists():
-        progress.start("training the tokenizer", size)
-        trained = (trained for _, trained, _ in texts)
-        _train_tokenizer(_told(trained, progress), vocab_size).save(str(folder / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-        atomic_write_text(folder / _TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
-    ready = Tokenizer.from_folder(folder)
-    if ready.vocab_size > vocab_size:
-        raise ConfigError(
-            f"data.tokenizer {tokenizer} has {ready.vocab_size} tokens, model.vocab_size is {vocab_size}; "
-            f"set model.vocab_size = {ready.vocab_size}"
-        )
-    if not ready.eos_token_ids:
-        raise ConfigError(
-            f"data.tokenizer {tokenizer} names no end-of-text token, which separates documents; add eos_token"
-        )
+    ready = _made_tokenizer(folder, texts, vocab_size, tokenizer, size, progress)
     end = ready.eos_token_ids[-1]
     done = read_json_object(folder / _DONE) if (folder / _DONE).exists() else {"documents": 0}
     writers = {split: _writer(folder, split, vocab_size, done[split]) for split in done if split != "documents"}
@@ -183,6 +166,35 @@ def pack(
     )
     (folder / _DONE).unlink(missing_ok=True)
     forget_survey(folder)
+
+
+def _made_tokenizer(
+    folder: Path, texts: _Texts, vocab_size: int, tokenizer: Path | None, size: int, progress: Progress
+) -> Tokenizer:
+    """That of `tokenizer`, or one that is trained on `texts`, of `size` bytes; in `folder`.
+
+    Raises:
+        ConfigError: it has too many tokens, or none that ends a text.
+    """
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, folder)
+    elif not (folder / _TOKENIZER_CONFIG).exists():
+        progress.start("training the tokenizer", size)
+        trained = (trained for _, trained, _ in texts)
+        _train_tokenizer(_told(trained, progress), vocab_size).save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        atomic_write_text(folder / _TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
+    made = Tokenizer.from_folder(folder)
+    if made.vocab_size > vocab_size:
+        raise ConfigError(
+            f"data.tokenizer {tokenizer} has {made.vocab_size} tokens, model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size = {made.vocab_size}"
+        )
+    if not made.eos_token_ids:
+        raise ConfigError(
+            f"data.tokenizer {tokenizer} names no end-of-text token, which separates documents; add eos_token"
+        )
+    return made
 
 
 class _Texts:
