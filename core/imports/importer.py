@@ -111,24 +111,7 @@ def import_model(
         model = _FolderSource(path, dequantize)
     identity = _folder_identity(path, described) if model is None else model.identity()
     created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **identity}
-    if dequantize:
-        if not isinstance(model, _FolderSource) or model.foreign is None:
-            raise ConfigError(f"{source} is not quantized: leave --dequantize out")
-        created_by["dequantize"] = True
-    if keep_integers:
-        if not isinstance(model, _GgufSource):
-            raise ConfigError(
-                f"{source} is no .gguf file: leave --keep-integers out, since those of a folder are kept where they fit"
-            )
-        created_by["keep_integers"] = True
-    if activations is not None:
-        if not (keep_integers or (isinstance(model, _FolderSource) and model.foreign is not None and not dequantize)):
-            raise ConfigError(f"activations={activations} is of integers that are kept, and {source} becomes floating")
-        created_by["activations"] = activations
-    if context is not None:
-        if model is None:
-            raise ConfigError(f"context={context} is of decoders that see no images; leave it out")
-        created_by["context"] = context
+    created_by |= _choices(source, model, dequantize, keep_integers, activations, context)
     if not force and _is_complete(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
@@ -167,6 +150,41 @@ def import_model(
         progress.note(f"{out} takes {taken} tokens; with --context it takes up to {most} and rotates as for long texts")
     progress.note(f"{out}: {model.num_tensors} tensors, {total / 1e6:.0f} MB, license {created_by['license']}")
     return out
+
+
+def _choices(
+    source: str,
+    model: _GgufSource | _FolderSource | None,
+    dequantize: bool,
+    keep_integers: bool,
+    activations: ActivationBits | None,
+    context: int | None,
+) -> dict[str, Any]:
+    """What the manifest says of the options of `import_model`, where they are not the usual ones.
+
+    Raises:
+        ConfigError: one says nothing of this source.
+    """
+    found: dict[str, Any] = {}
+    if dequantize:
+        if not isinstance(model, _FolderSource) or model.foreign is None:
+            raise ConfigError(f"{source} is not quantized: leave --dequantize out")
+        found["dequantize"] = True
+    if keep_integers:
+        if not isinstance(model, _GgufSource):
+            raise ConfigError(
+                f"{source} is no .gguf file: leave --keep-integers out, since those of a folder are kept where they fit"
+            )
+        found["keep_integers"] = True
+    if activations is not None:
+        if not (keep_integers or (isinstance(model, _FolderSource) and model.foreign is not None and not dequantize)):
+            raise ConfigError(f"activations={activations} is of integers that are kept, and {source} becomes floating")
+        found["activations"] = activations
+    if context is not None:
+        if model is None:
+            raise ConfigError(f"context={context} is of decoders that see no images; leave it out")
+        found["context"] = context
+    return found
 
 
 def _locate(source: str, progress: Progress) -> tuple[Path, str]:
