@@ -4,7 +4,7 @@ Decoders are converted here, one tensor at a time; other families by modules of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +37,7 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.kernels.int4_linear import ActivationBits
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+_CHOICES = ("dequantize", "keep_integers", "activations", "context")  # a manifest has those that are not the usual ones
 _FLOATING = (Checkpoint, FoldedCheckpoint)
 _DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
 
@@ -208,14 +209,13 @@ def _folder_identity(folder: Path, described: str) -> dict[str, Any]:
 
 
 def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
-    if not (out / MANIFEST_NAME).is_file() or created_by != _part(read_manifest(out).created_by, created_by):
+    if not (out / MANIFEST_NAME).is_file():
+        return False
+    made = read_manifest(out).created_by
+    if any(made.get(key) != value for key, value in (dict.fromkeys(_CHOICES) | created_by).items()):
         return False
     verify(out)
     return True
-
-
-def _part(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: values.get(key) for key in keys}
 
 
 def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:

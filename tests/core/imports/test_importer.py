@@ -108,6 +108,15 @@ def test_second_run_finds_damage_and_another_model(tmp_path: Path, tiny_gguf: Pa
     verify(out)
 
 
+@pytest.mark.parametrize("choice", [{"context": 64}, {"keep_integers": True}])
+def test_an_import_with_other_options_is_another_one(tmp_path: Path, tiny_gguf: Path, choice: dict[str, Any]) -> None:
+    """What was made with an option was kept where the same command came without."""
+    out = import_model(str(tiny_gguf), tmp_path / "out", **choice)
+    with pytest.raises(InputError, match="already exists; replace it with --force"):
+        import_model(str(tiny_gguf), out)
+    import_model(str(tiny_gguf), out, **choice)
+
+
 def test_hugging_face_folder_gives_the_same_logits(tmp_path: Path, hf_folder: Path) -> None:
     out = import_model(str(hf_folder), tmp_path / "out")
     manifest = verify(out)
