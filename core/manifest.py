@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +91,21 @@ def verify(folder: Path) -> Manifest:
         if weights.name not in manifest.sha256:
             raise InputError(f"{weights} is not listed in {MANIFEST_NAME}; remove it or make the folder again")
     return manifest
+
+
+def was_made_by(folder: Path, created_by: Mapping[str, Any]) -> bool:
+    """Whether `folder` is complete and its manifest says all of `created_by`; of what is None there, it says nothing.
+
+    Raises:
+        InputError: it says so, and a file is missing, changed, or not listed.
+    """
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    made = read_manifest(folder).created_by
+    if any(made.get(key) != value for key, value in created_by.items()):
+        return False
+    verify(folder)
+    return True
 
 
 def identity(folder: Path) -> dict[str, str]:

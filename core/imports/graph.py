@@ -26,7 +26,7 @@ from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
 from penjing.core.imports.torch_zoo import Found, from_function, from_package
 from penjing.core.imports.tower import TOWER, image_tower
-from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify
+from penjing.core.manifest import MANIFEST_NAME, verify, was_made_by
 from penjing.core.onnx_reader.example import check_size
 from penjing.core.onnx_reader.file import external_files
 from penjing.core.onnx_reader.read import from_onnx
@@ -116,7 +116,7 @@ def import_graph(
         "options": _described(options),
         **_hashes(source, kind, options),
     }
-    if not force and kind == "onnx" and _is_complete(out, created_by):
+    if not force and kind == "onnx" and was_made_by(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
     check_replaceable(out.absolute(), force, MANIFEST_NAME)  # before minutes of work
@@ -285,16 +285,6 @@ def _hashes(source: str, kind: Kind, options: GraphOptions) -> dict[str, Any]:
     if options.tokenizer is not None:
         found["tokenizer_sha256"] = sha256_file(tokenizer_file(options.tokenizer))
     return found
-
-
-def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
-    if not (out / MANIFEST_NAME).is_file():
-        return False
-    made = read_manifest(out).created_by
-    if any(made.get(key) != value for key, value in created_by.items()):
-        return False
-    verify(out)
-    return True
 
 
 def graph_options(

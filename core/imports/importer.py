@@ -27,7 +27,7 @@ from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
 from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
-from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, verify, write_manifest
+from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, was_made_by, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import at_context, usual_context
 from penjing.core.models.tensor_names import tensor_shapes
@@ -113,7 +113,7 @@ def import_model(
     identity = _folder_identity(path, described) if model is None else model.identity()
     created_by = {"command": "penjing import", "penjing": version("penjing"), "dtype": dtype, **identity}
     created_by |= _choices(source, model, dequantize, keep_integers, activations, context)
-    if not force and _is_complete(out, created_by):
+    if not force and was_made_by(out, dict.fromkeys(_CHOICES) | created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
     if model is None:
@@ -206,16 +206,6 @@ def _folder_identity(folder: Path, described: str) -> dict[str, Any]:
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     hashes = {name: sha256_file(folder / name) for name in names if name != MANIFEST_NAME}
     return {"source": described, "source_format": "safetensors", "source_sha256": hashes}
-
-
-def _is_complete(out: Path, created_by: dict[str, Any]) -> bool:
-    if not (out / MANIFEST_NAME).is_file():
-        return False
-    made = read_manifest(out).created_by
-    if any(made.get(key) != value for key, value in (dict.fromkeys(_CHOICES) | created_by).items()):
-        return False
-    verify(out)
-    return True
 
 
 def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
