@@ -143,6 +143,7 @@ class _Run:
     def __init__(self, recipe: RunRecipe, task: Task, world: World, progress: Progress) -> None:
         able = world.sum(torch.tensor(float(multiplies_bfloat16(world.device))))  # "auto" is the same in all processes
         self.recipe = recipe.model_copy(update={"precision": for_devices(recipe.precision, bool(able == world.size))})
+        self.asked = recipe
         self.task = task
         self.world = world
         self.progress = progress
@@ -166,7 +167,7 @@ class _Run:
             shutil.rmtree(recipe.run_folder)
         world.barrier()
         world.at("reading the checkpoint to resume from")
-        saved = find_state(checkpoints, resume, recipe, accept_changes, self.progress.note)
+        saved = find_state(checkpoints, resume, recipe, self.asked, accept_changes, self.progress.note)
         if world.is_main and saved is None:  # a run that was killed before its first state may have left some
             shutil.rmtree(recipe.run_folder / "best", ignore_errors=True)
         cut, largest = self._cut(None if saved is None else saved[1]["run"])

@@ -24,12 +24,18 @@ _BOUND = ("parallel.gradients",)  # but for these: gradients of 8 bits are other
 
 
 def find_state(
-    checkpoints: Checkpoints, resume: str, recipe: Config, accept_changes: bool, note: Callable[[str], None]
+    checkpoints: Checkpoints,
+    resume: str,
+    recipe: Config,
+    asked: Config,
+    accept_changes: bool,
+    note: Callable[[str], None],
 ) -> tuple[int, Tree] | None:
     """The state that a run of `recipe` goes on from, as (step, tree); None for one that starts.
 
     Args:
         resume: "never", "auto" (the newest intact one in `checkpoints`, if there is any) or a checkpoint's path.
+        asked: the recipe before each "auto" in it became what suits the machine.
         accept_changes: go on although settings have changed, which is noted.
 
     Raises:
@@ -45,7 +51,7 @@ def find_state(
     if "recipe" not in tree["run"]:
         note(f"the state of step {step} was saved without its settings; whether they have changed is not known")
         return saved
-    changes = changed_settings(tree["run"]["recipe"], recipe)
+    changes = changed_settings(tree["run"]["recipe"], recipe, asked)
     if changes and not accept_changes:
         raise ConfigError(
             f"the state of step {step} was made with other settings: {'; '.join(changes)}. Set them as they were, go "
@@ -60,20 +66,23 @@ def find_state(
     return saved
 
 
-def changed_settings(saved: dict[str, Any], recipe: Config) -> list[str]:
+def changed_settings(saved: dict[str, Any], recipe: Config, asked: Config) -> list[str]:
     """A line for every setting, other than `FREE` ones, that is not what it was.
 
     Args:
         saved: `model_dump(mode="json")` of a recipe of the same class; settings that it lacks, since they are newer,
             had their defaults.
+        asked: see `find_state`.
     """
     try:
         before = type(recipe).model_validate(saved).model_dump(mode="json")
     except ValidationError:  # of a version with other settings
         before = saved
+    now = recipe.model_dump(mode="json")
+    chosen = {key for key, _, wanted in _differences(now, asked.model_dump(mode="json"), "") if wanted == "auto"}
     return [
-        f"{key} was {_show(old)}, is {_show(new)}"
-        for key, old, new in _differences(before, recipe.model_dump(mode="json"), "")
+        f"{key} was {_show(old)}, is {_show(new)}" + (' (of "auto")' if key in chosen else "")
+        for key, old, new in _differences(before, now, "")
         if _matches(key, _BOUND) or not _matches(key, FREE)
     ]
 
