@@ -22,10 +22,11 @@ from penjing.core.progress import Progress, Silent
 from penjing.serve.fleet.again import command_again
 from penjing.serve.fleet.change import forget_changes
 from penjing.serve.fleet.changer import Changer
-from penjing.serve.fleet.member import READY, Member
+from penjing.serve.fleet.member import Member
 from penjing.serve.fleet.plan import FleetPlan
 from penjing.serve.fleet.state import FleetState, fleet_path, write_first_fleet, write_fleet
 from penjing.serve.gate.config import FrontModel
+from penjing.serve.supervisor.detach import READY
 from penjing.serve.supervisor.kept_front import KeptFront, adapters_stamp
 from penjing.serve.supervisor.state import ServerState, append_log, owning, write_state
 

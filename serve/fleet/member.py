@@ -6,22 +6,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
-from functools import partial
 
-from penjing.core.cluster.tied import end_with
 from penjing.core.config import parse_config
 from penjing.core.errors import PenjingError
-from penjing.core.files import writing
 from penjing.serve.families.base import family_at
 from penjing.serve.fleet.plan import FleetModel
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.supervisor import state
+from penjing.serve.supervisor.detach import READY, start_apart, supervisor_command
 from penjing.serve.supervisor.kept_front import front_model, named_adapters
 
-READY = "ready"
 STABLE_SECONDS = 60.0
 MAX_BACKOFF_SECONDS = 30.0
 
@@ -50,20 +46,9 @@ class Member:
         Raises:
             SetupError: the disk is full.
         """
-        errors = state.errors_path(self.port)
         config = self.model.config.model_copy(update={"fleet_pid": os.getpid()})
-        command = [sys.executable, "-m", "penjing.serve.supervisor.supervisor", str(self.model.folder)]
-        with writing(errors):
-            errors.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
-                self._process = subprocess.Popen(
-                    [*command, config.model_dump_json(), self.model.engine_json],
-                    stdin=subprocess.DEVNULL,
-                    stdout=stderr,
-                    stderr=stderr,
-                    start_new_session=True,
-                    preexec_fn=partial(end_with, os.getpid(), signal.SIGKILL),
-                )
+        command = supervisor_command(self.model.folder, config, self.model.engine_json)
+        self._process = start_apart(command, state.errors_path(self.port), signal.SIGKILL)
         self._started = time.monotonic()
 
     @property

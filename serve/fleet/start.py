@@ -6,12 +6,11 @@ import sys
 
 from penjing.core.progress import Progress, progress_bar
 from penjing.serve.fleet.fleet import Fleet
-from penjing.serve.fleet.member import READY
 from penjing.serve.fleet.plan import FleetPlan
 from penjing.serve.fleet.state import read_fleet
 from penjing.serve.site.process import check_front
 from penjing.serve.supervisor import state
-from penjing.serve.supervisor.detach import start_behind
+from penjing.serve.supervisor.detach import READY, start_behind
 from penjing.serve.supervisor.install import install
 from penjing.serve.supervisor.process import check_ports
 

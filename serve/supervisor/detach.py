@@ -34,14 +34,7 @@ def detach_supervisor(
         SetupError: the disk is full.
         ServerError: it ended; with what it said.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "penjing.serve.supervisor.supervisor",
-        str(model),
-        config.model_dump_json(),
-        engine_json,
-    ]
+    command = supervisor_command(model, config, engine_json)
     progress.start(f"loading {model.name}", 1)
     port = config.grpc_port
 
@@ -53,6 +46,32 @@ def detach_supervisor(
     progress.advance()
     flag = "" if port == 8001 else f" --grpc-port {port}"
     progress.note(f"{model.name} is ready: {config.endpoints}; end it with 'penjing stop{flag}'")
+
+
+def supervisor_command(model: Path, config: ServeConfig, engine_json: str) -> list[str]:
+    """What keeps a Triton server for `model`."""
+    settings = [str(model), config.model_dump_json(), engine_json]
+    return [sys.executable, "-m", "penjing.serve.supervisor.supervisor", *settings]
+
+
+def start_apart(command: list[str], errors: Path, number: int | None) -> subprocess.Popen[bytes]:
+    """Run `command` in a session of its own; what it says goes into the file `errors`, for its user alone. It gets the
+    signal `number`, if there is one, when the calling thread ends.
+
+    Raises:
+        SetupError: the disk is full.
+    """
+    with writing(errors):
+        errors.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=None if number is None else partial(end_with, os.getpid(), number),
+            )
 
 
 def start_behind(
@@ -70,17 +89,7 @@ def start_behind(
         SetupError: the disk is full.
         ServerError: it ended; with what it said.
     """
-    with writing(errors):
-        errors.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM) if tied else None,
-            )
+    process = start_apart(command, errors, signal.SIGTERM if tied else None)
     try:
         while not is_ready(process.pid):
             if process.poll() is not None:
