@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from penjing.core.checkpoint.named import INDEX, WEIGHTS, check_has_weights
 from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from penjing.core.errors import InputError
 from penjing.core.family import SEEING
@@ -29,7 +30,6 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -115,9 +115,9 @@ class Checkpoint:
         return self._reader(self._file_of[stored]), stored
 
     def _locate_tensors(self) -> dict[str, str]:
-        if (self.folder / _INDEX).exists() and not (self.folder / _WEIGHTS).exists():
-            return self._read_index(self.folder / _INDEX)
-        return dict.fromkeys(self._reader(_WEIGHTS).keys(), _WEIGHTS)
+        if (self.folder / INDEX).exists() and not (self.folder / WEIGHTS).exists():
+            return self._read_index(self.folder / INDEX)
+        return dict.fromkeys(self._reader(WEIGHTS).keys(), WEIGHTS)
 
     def _read_index(self, path: Path) -> dict[str, str]:
         weight_map = read_json_object(path).get("weight_map")
@@ -197,15 +197,7 @@ def _check_folder(folder: Path) -> None:
         raise InputError(
             f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
         )
-    if not (folder / _WEIGHTS).exists() and not (folder / _INDEX).exists():
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickles:
-            raise InputError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is not read; "
-                "get the safetensors version, or convert it with transformers: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-            )
-        raise InputError(f"{folder} holds no {_WEIGHTS}; it is not a model folder, or its making was not finished")
+    check_has_weights(folder, "AutoModelForCausalLM")
 
 
 def _with_generation_stops(config: DecoderConfig, folder: Path) -> DecoderConfig:

@@ -64,6 +64,27 @@ def stored_names(folder: Path) -> list[str]:
     return [name for name, _ in _places(folder)]
 
 
+def check_has_weights(folder: Path, loader: str) -> None:
+    """Refuse a folder that holds no safetensors.
+
+    Args:
+        loader: the class of transformers that reads such models.
+
+    Raises:
+        InputError: it holds none; what to do where it holds a pickle.
+    """
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise InputError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is not read; get the "
+            f"safetensors version, or convert it with transformers: {loader}.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER)"
+        )
+    raise InputError(f"{folder} holds no {WEIGHTS}; it is not a model folder, or its making was not finished")
+
+
 def _places(folder: Path) -> Iterator[tuple[str, str]]:
     """The file of each tensor."""
     names = [WEIGHTS]
@@ -72,15 +93,8 @@ def _places(folder: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(map_, dict) or not all(isinstance(name, str) for name in map_.values()):
             raise InputError(f"{folder / INDEX} has no weight_map of tensor names to file names; get it again")
         names = sorted(set(map_.values()))
-    elif not (folder / WEIGHTS).exists():
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickles:
-            raise InputError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is not read; get the "
-                "safetensors version, or convert it with transformers: "
-                "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-            )
-        raise InputError(f"{folder} holds no {WEIGHTS}; it is not a model folder, or its making was not finished")
+    else:
+        check_has_weights(folder, "AutoModel")
     for name in names:
         check_inside(folder / INDEX, name)
         try:
