@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -79,14 +79,13 @@ class Group:
 
 @dataclass
 class DependencyGraph:
-    """All groups of a network, and what is kept.
+    """All groups of a network.
 
     Attributes:
         reasons: operations that nobody wrote a rule for, and their places: what flows through them stays whole.
     """
 
     groups: tuple[Group, ...]
-    frozen: frozenset[Place] = field(default_factory=frozenset)
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -257,7 +256,6 @@ def _units(label: Any) -> Label:
 def _collect(labeler: Labeler, held: dict[str, Label], reasons: tuple[str, ...]) -> DependencyGraph:
     """Units by the set of places they touch."""
     taken: dict[int, dict[Place, np.ndarray]] = defaultdict(dict)
-    frozen = set()
     for name, label in held.items():
         for factor in label:
             dim = int(np.argmax(factor.shape))
@@ -265,9 +263,7 @@ def _collect(labeler: Labeler, held: dict[str, Label], reasons: tuple[str, ...])
             order = np.argsort(roots, kind="stable")
             units, starts = np.unique(roots[order], return_index=True)
             for unit, indices in zip(units.tolist(), np.split(order, starts[1:]), strict=True):
-                if unit == FROZEN:
-                    frozen.add(Place(name, dim))
-                else:
+                if unit != FROZEN:
                     taken[unit][Place(name, dim)] = indices
     kinds: dict[tuple[Place, ...], list[tuple[np.ndarray, ...]]] = defaultdict(list)
     for unit in sorted(taken):
@@ -276,4 +272,4 @@ def _collect(labeler: Labeler, held: dict[str, Label], reasons: tuple[str, ...])
     order = {name: position for position, name in enumerate(held)}
     groups = [Group(places, tuple(units)) for places, units in kinds.items() if len(units) > 1]
     groups.sort(key=lambda group: min(order[place.tensor] for place in group.places))
-    return DependencyGraph(tuple(groups), frozenset(frozen), reasons)
+    return DependencyGraph(tuple(groups), reasons)

@@ -24,7 +24,7 @@ from penjing.compress.prune.labels import Label, varies
 from penjing.compress.prune.rules import Call
 from penjing.compress.prune.rules_layers import convolution_groups
 from penjing.compress.prune.rules_shape import slice_of
-from penjing.compress.prune.surgery import Cut, Selection, cuts_of
+from penjing.compress.prune.surgery import Selection, cuts_of
 from penjing.core.graph.network import GraphModule, operator_name, set_tensor, tensor_at
 
 Kept = dict[int, np.ndarray]  # dimension → indices that stay, of dimensions that get shorter
@@ -46,13 +46,11 @@ class Rewritten:
         module: shares the tensors that lost nothing with the given graph.
         nodes: node of the given graph → the one that takes its place.
         kept: what stays of each result of the given graph; of several results, of each.
-        cuts: what stays of each weight.
     """
 
     module: GraphModule
     nodes: dict[Node, Node]
     kept: Mapping[Node, Any]
-    cuts: dict[str, Cut]
 
 
 def rewritten(module: fx.GraphModule, analysis: Analysis, selection: Selection) -> Rewritten:
@@ -86,7 +84,7 @@ def rewritten(module: fx.GraphModule, analysis: Analysis, selection: Selection) 
     writer.graph.lint()
     result = GraphModule(root, writer.graph)
     result.train(module.training)
-    return Rewritten(result, writer.nodes, kept, cuts)
+    return Rewritten(result, writer.nodes, kept)
 
 
 def gone_units(analysis: Analysis, selection: Selection) -> np.ndarray:

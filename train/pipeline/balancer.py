@@ -30,11 +30,10 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """The micro-batch size of the next step; `expected`: its predicted timeline, None while too little was seen."""
+    """The micro-batch size of the next step."""
 
     size: int
     reason: str
-    expected: Timeline | None = None
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,9 @@ class MicroBatchBalancer:
         best = min(sizes, key=lambda size: (lines[size].makespan, -size))
         now = lines.get(self.size)
         if now is not None and lines[best].makespan > (1 - self.gain) * now.makespan:
-            return Decision(self.size, f"no size promises {self.gain:.0%} more", now)
+            return Decision(self.size, f"no size promises {self.gain:.0%} more")
         gain = "" if now is None else f", {1 - lines[best].makespan / now.makespan:.1%} less time than with {self.size}"
-        return Decision(best, f"bubble {lines[best].bubble:.1%} expected{gain}", lines[best])
+        return Decision(best, f"bubble {lines[best].bubble:.1%} expected{gain}")
 
     def predict(self, size: int) -> Timeline:
         """The step as it would go with micro-batches of `size` samples.

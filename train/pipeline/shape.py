@@ -54,9 +54,6 @@ class ModelShape:
     hidden: int
     vocabulary: int
     tied: bool
-    heads: int
-    key_value_heads: int
-    num_experts: int
     layers: tuple[LayerShape, ...]
 
     @property
@@ -91,9 +88,6 @@ def decoder_shape(model: object) -> ModelShape:
         hidden=model.hidden_size,
         vocabulary=model.vocab_size,
         tied=model.tie_word_embeddings,
-        heads=model.num_attention_heads,
-        key_value_heads=model.num_key_value_heads,
-        num_experts=model.moe.num_experts if model.moe else 0,
         layers=tuple(_layer(model, index) for index in range(model.num_hidden_layers)),
     )
 
