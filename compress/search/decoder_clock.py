@@ -37,6 +37,7 @@ K = TypeVar("K")
 LAYER = "a_layer"  # what is around the products of a layer that stays
 ATTENTION = "of_attention"
 BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
+KEYS = torch.float16  # keys and values, as the engine keeps those of quantized weights
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class DecoderClock:
         streams, blocks = self.workload.streams, -(-(self.workload.context + 1) // BLOCK)
         table_SB = torch.arange(1, 1 + streams * blocks, dtype=torch.int32).view(streams, blocks).contiguous()
         heads, size = self.config.num_key_value_heads, self.config.head_dim
-        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size)
+        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size, dtype=KEYS)
 
     def _linear(
         self, shapes: list[tuple[int, int]], rounds: int, progress: Progress
@@ -212,7 +213,7 @@ class DecoderClock:
             config.head_dim**-0.5,
         )
         calls = {
-            each: [partial(self.extension.paged_attention, q_THD, *layer, *own, each) for layer in pool]
+            each: [partial(self.extension.paged_attention, q_THD, *layer, *own, each, turned=True) for layer in pool]
             for each in keys
         }
         return self._timed(calls, rounds, progress)
