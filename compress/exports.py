@@ -31,8 +31,8 @@ def export_artifact(
     family = family_at(folder)
     exporter: Exporter = family.need("exporter", f"written as {form}")
     if form not in exporter.forms:
-        known = " and ".join(exporter.forms) + (" are its forms" if len(exporter.forms) > 1 else " is its only form")
-        raise InputError(f"{folder} is {family.said}, which is not written as {form}; {known}")
+        known = ", ".join(exporter.forms)
+        raise InputError(f"{folder} is {family.said}, which is not written as {form}; {known} or model-repository is")
     if target is not None and form != "onnx":
         raise ConfigError(f"--target is for '--to onnx'; {form} has one form")
     if out.absolute().is_relative_to(folder.absolute()):

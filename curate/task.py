@@ -84,7 +84,7 @@ def run_task(plan: Plan, stage_number: int, task: int) -> None:
                     else:
                         shown = replace(outcome, reason=masked(outcome.reason))
                         damaged.write(json.dumps({"id": shown.name, "reason": shown.reason}) + "\n")
-                        counts.damaged(shown)
+                        counts.damaged(shown, met=isinstance(document, Document))
         for name, _, each in filters:
             if isinstance(each, Pii):
                 counts.replaced(name, each.replaced)
@@ -111,6 +111,8 @@ class Counts:
         self.personal: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.decided: dict[str, int] = defaultdict(int)
         self.num_damaged, self.num_lines = 0, 0
+        self.num_failed = 0
+        """Of the damaged documents those that were met, and that a step failed on."""
 
     def met(self, document: Document, step: str) -> None:
         """A document came into the stage: from its file, or from a deduplication, as `step` says."""
@@ -141,9 +143,10 @@ class Counts:
             entry = self.personal[f"{step}\t{kind}"]
             entry[0], entry[1] = entry[0] + values, entry[1] + documents
 
-    def damaged(self, damage: Damage) -> None:
-        """Something could not be read."""
+    def damaged(self, damage: Damage, *, met: bool) -> None:
+        """Something could not be read, or a step failed on a document that was `met`."""
         self.num_damaged += not damage.part
+        self.num_failed += met
         self.num_lines += damage.part
         self.reasons[damage.reason.partition(":")[0].partition(" (")[0]] += 1
 
@@ -163,13 +166,14 @@ class Counts:
                 getattr(self, name)[key] += count
         self.num_damaged += other["num_damaged"]
         self.num_lines += other["num_lines"]
+        self.num_failed += other["num_failed"]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "after": self.after, "rules": self.rules, "examples": self.examples, "sizes": self.sizes,
             "reasons": self.reasons, "personal": self.personal, "decided": self.decided,
-            "num_damaged": self.num_damaged, "num_lines": self.num_lines,
+            "num_damaged": self.num_damaged, "num_lines": self.num_lines, "num_failed": self.num_failed,
         }  # fmt: skip
 
 

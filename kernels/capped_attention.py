@@ -19,7 +19,8 @@ def capped_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, cap: float,
 
     Args:
         q_BHTD: (B, H, T, D) floating.
-        k_BKTD, v_BKTD: (B, KV, T, D) and (B, KV, T, any); H is a multiple of KV.
+        k_BKTD, v_BKTD: (B, KV, S, D) and (B, KV, S, any) of S ≥ T tokens, of which queries are the last; H is a
+            multiple of KV.
         cap: above 0.
 
     Returns:
@@ -27,12 +28,12 @@ def capped_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, cap: float,
     """
     q = q_BHTD.unflatten(1, (k_BKTD.shape[1], -1)) * q_BHTD.shape[-1] ** -0.5
     k, v = k_BKTD.unsqueeze(2), v_BKTD.unsqueeze(2)
-    tokens = q.shape[3]
+    tokens, before = k.shape[3], k.shape[3] - q.shape[3]
     made: list[Tensor] = []
-    for begin in range(0, tokens, _ROWS):
+    for begin in range(before, tokens, _ROWS):
         end = min(begin + _ROWS, tokens)
         first = 0 if window is None else max(0, begin - window + 1)
-        score = q[..., begin:end, :] @ k[..., first:end, :].mT
+        score = q[..., begin - before : end - before, :] @ k[..., first:end, :].mT
         score = cap * torch.tanh(score.to(torch.promote_types(score.dtype, torch.float32)) / cap)
         row, key = torch.arange(begin, end, device=q.device)[:, None], torch.arange(first, end, device=q.device)
         hidden = key > row if window is None else (key > row) | (key <= row - window)

@@ -8,6 +8,7 @@ from penjing.core.manifest import MANIFEST_NAME
 from penjing.train.batch_size import Cut, check_shares
 from penjing.train.families.base import Task
 from penjing.train.numerics.precision import check_hardware
+from penjing.train.pipeline.schedules import pipeline_order
 from penjing.train.plan.preflight import check_recipe
 from penjing.train.processes.devices import choose_device
 from penjing.train.processes.world import World
@@ -27,6 +28,8 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
         check_shares(data.batch_size, shares, processes)
         if isinstance(data.micro_batch, int):
             Cut(data.batch_size, shares, data.micro_batch).check()
+        if recipe.parallel.pp > 1 and not recipe.parallel.balance:  # which chooses its own micro-batches as it goes on
+            _check_schedule(recipe, shares)
         if recipe.parallel.shares == "auto" and shares > 1:
             _check_granularity(recipe, shares)
 
@@ -62,6 +65,25 @@ def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
     if samples is None:
         raise ConfigError(f"epochs = {recipe.epochs:g}: these data do not tell how many samples they are; give steps")
     return recipe.model_copy(update={"steps": recipe.num_steps(samples)})
+
+
+def _check_schedule(recipe: RunRecipe, shares: int) -> None:
+    """Refuse a number of micro-batches that the pipeline's schedule cannot run.
+
+    Raises:
+        ConfigError: gives the schedule's reason.
+    """
+    data, parallel = recipe.data, recipe.parallel
+    size = data.micro_batch or parallel.default_micro_batch(data.batch_size // shares)
+    assert isinstance(size, int), "check_recipe refuses auto"
+    num = parallel.micro_batches or Cut(data.batch_size, shares, size).accumulation
+    try:
+        pipeline_order(parallel.schedule, parallel.pp, num)
+    except ConfigError as error:
+        raise ConfigError(
+            f"parallel.schedule = {parallel.schedule!r} with pp={parallel.pp} cannot run {num} micro-batches of "
+            f"data.micro_batch={size} ({error}); change data.micro_batch or data.batch_size, or use 'gpipe'"
+        ) from None
 
 
 def _check_granularity(recipe: RunRecipe, processes: int) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.stream import LOGIT_ROWS
-from penjing.core.models.attention import causal_attention
+from penjing.core.models.attention import attend_last, causal_attention
 from penjing.core.models.decoder import Decoder
 
 TOGETHER = 16  # sequences that go on side by side
@@ -56,15 +56,13 @@ class Sequences:
         grown: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in chosen]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window = self._model.config.layer_window(layer)
             found = []
             for place, row in enumerate(chosen):
                 old = self._kept[row][layer]
                 both = torch.cat([old[0], k[place, None]]), torch.cat([old[1], v[place, None]])
                 grown[place][layer] = both
-                seen_k, seen_v = (x[-window:].transpose(0, 1) if window else x.transpose(0, 1) for x in both)
-                found.append(F.scaled_dot_product_attention(q[place, :, None], seen_k, seen_v, enable_gqa=True)[:, 0])
-            return torch.stack(found)
+                found.append(attend_last(self._model.config, layer, q[place, None], *both))
+            return torch.cat(found)
 
         positions = torch.tensor([self.lengths[row] for row in chosen])
         logits = self._model(torch.tensor(list(tokens)), positions, attend)

@@ -345,7 +345,7 @@ class DecoderTrials:
                     share, units = variables[width].options[at[width]], variables[width].units[at[width]]
                 if share == GONE:
                     continue
-                weights = attention + 3 * hidden * (config.ffn_size(index) - len(units))
+                weights = attention + (2 + config.mlp_gated) * hidden * (config.ffn_size(index) - len(units))
                 of = self.choices.bits[0] if bits is None else variables[bits].options[at[bits]]
                 macs[case] = weights / 4  # 4-bit weights are multiplied as 8-bit ones
                 stored[case] = weights * (1.0 if of == STORED else 0.5 + extra)

@@ -37,6 +37,7 @@ K = TypeVar("K")
 LAYER = "a_layer"  # what is around the products of a layer that stays
 ATTENTION = "of_attention"
 BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
+KEYS = torch.float16  # keys and values, as the engine keeps those of quantized weights
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class DecoderClock:
             )
         self.config, self.settings, self.space, self.workload = config, settings, space, workload
         self.extension, self.variables, self.whole_bits = extension, variables, whole_bits
+        self.groups = GROUPS if config.mlp_gated else GROUPS | {"gate_up": ("gate",)}
         self._whole: Callable[[], object] | None = None
         self._weights: dict[tuple[int, int, int], PackedInt8 | PackedInt4] = {}
 
@@ -178,7 +180,7 @@ class DecoderClock:
         streams, blocks = self.workload.streams, -(-(self.workload.context + 1) // BLOCK)
         table_SB = torch.arange(1, 1 + streams * blocks, dtype=torch.int32).view(streams, blocks).contiguous()
         heads, size = self.config.num_key_value_heads, self.config.head_dim
-        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size)
+        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size, dtype=KEYS)
 
     def _linear(
         self, shapes: list[tuple[int, int]], rounds: int, progress: Progress
@@ -187,7 +189,7 @@ class DecoderClock:
         packed = {
             (shape, name): [self._panels(name, *shape) for _ in range(self.config.num_hidden_layers)]
             for shape in shapes
-            for name in GROUPS
+            for name in self.groups
         }
         rows = {
             each: torch.randn(self.workload.streams, panels[0].in_features, generator=_generator())
@@ -198,7 +200,7 @@ class DecoderClock:
             for each, panels in packed.items()
         }
         found = self._timed(calls, rounds, progress)
-        return {shape: {name: found[shape, name] for name in GROUPS} for shape in shapes}
+        return {shape: {name: found[shape, name] for name in self.groups} for shape in shapes}
 
     def _attention(self, keys: list[int], rounds: int, progress: Progress) -> dict[int, float]:
         """Median seconds of one layer's attention alone, by the keys that a token reads."""
@@ -212,7 +214,7 @@ class DecoderClock:
             config.head_dim**-0.5,
         )
         calls = {
-            each: [partial(self.extension.paged_attention, q_THD, *layer, *own, each) for layer in pool]
+            each: [partial(self.extension.paged_attention, q_THD, *layer, *own, each, turned=True) for layer in pool]
             for each in keys
         }
         return self._timed(calls, rounds, progress)
@@ -233,8 +235,8 @@ class DecoderClock:
         return {each: median(times) for each, times in found.items()}
 
     def _panels(self, name: str, inner: int, bits: int) -> Panels:
-        made = [self._made(*self._size(each, inner), bits) for each in GROUPS[name]]
-        swiglu = name == "gate_up"
+        made = [self._made(*self._size(each, inner), bits) for each in self.groups[name]]
+        swiglu = self.groups[name] == ("gate", "up")
         fours = [each.part for each in made if isinstance(each, PackedInt4)]
         if fours:
             return self.extension.prepack_int4(fours, self.settings.group, swiglu=swiglu)
@@ -247,9 +249,11 @@ class DecoderClock:
         for shape in shapes.values():
             made: dict[str, Any] = {
                 each: self._made(*self._size(each, shape.inner), shape.bits)
-                for group in GROUPS.values()
+                for group in self.groups.values()
                 for each in group
             }
+            if not config.mlp_gated:
+                made |= {"up": None, "activation": config.activation}
             if config.qk_norm:
                 made |= {"q_norm": ones(config.head_dim), "k_norm": ones(config.head_dim)}
             made |= {"input_norm": ones(config.hidden_size), "post_norm": ones(config.hidden_size)}

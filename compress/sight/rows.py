@@ -57,7 +57,7 @@ def read_rows(
     )
     rows: list[Sighted] = []
     if files := [each for each in named if each not in SCENES]:
-        rows += take_rows(files, writer.row, 0.0, progress, setting=setting)[0]
+        rows += take_rows(files, writer.row, 0.0, progress, setting=setting, most=most)[0]
     for name in (each for each in named if each in SCENES):
         rows += writer.questions((scene.picture, scene.turns) for scene in scenes(name, progress)[:most])
     return SightedRows(rows[:most], 0, pixels_of(config))

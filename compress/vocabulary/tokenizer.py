@@ -60,6 +60,9 @@ def smaller_tokenizer(
     small = {**tokenizer, "added_tokens": added, "model": {**model, "vocab": vocab, "merges": merges}}
     if tokenizer.get("post_processor") is not None:
         small["post_processor"] = _processor(tokenizer["post_processor"], numbers, where)
+    if isinstance(padding := tokenizer.get("padding"), dict):
+        filler = numbers.get(padding.get("pad_id", -1))
+        small["padding"] = None if filler is None else padding | {"pad_id": filler}
     return small
 
 

@@ -17,6 +17,7 @@ import torch
 from penjing.core.errors import InputError
 from penjing.core.imports.gguf_metadata import Metadata
 from penjing.core.imports.gguf_names import (
+    END_OF_TURN,
     EXPERTS,
     GEMMA,
     LONG_FACTORS,
@@ -52,6 +53,11 @@ class GgufFile(Metadata):
     def __init__(self, path: Path) -> None:
         reader = _read(path)
         fields: dict[str, Any] = {name: _contents(path, field) for name, field in reader.fields.items()}
+        if (parts := fields.get("split.count", 1)) != 1:
+            raise InputError(
+                f"{path} is one of {parts} parts; join them by llama.cpp's 'llama-gguf-split --merge FIRST_PART "
+                "OUT.gguf', and import what comes out"
+            )
         super().__init__(path, fields, _check_architecture(path, fields))
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.config = self._read_config()
@@ -236,8 +242,14 @@ class GgufFile(Metadata):
         return int(embedding.shape[1])  # GGUF lists the fastest dimension first
 
     def _stops(self) -> tuple[int, ...]:
+        """What the file names, and tokens that llama.cpp knows by their text: files of Gemma 3, and early ones of Llama
+        3, name the end of a text alone and not that of a turn."""
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")
         ids = [self.fields.get(f"tokenizer.ggml.{key}") for key in keys]
+        tokens = self.fields.get("tokenizer.ggml.tokens")
+        ids += [
+            number for number, token in enumerate(tokens if isinstance(tokens, list) else ()) if token in END_OF_TURN
+        ]
         return tuple(dict.fromkeys(stop for stop in ids if stop is not None))
 
     def _match_names(self) -> dict[str, str]:

@@ -24,6 +24,9 @@ LLAMA3_FIELDS = {  # below rope.scaling. in files of ours; other files have the 
     "high_freq_factor": "high_freq_factor",
     "original_context_length": "original_max_position_embeddings",
 }
+END_OF_TURN = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "[EOT]")
+)
 EXPERTS = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 """`model_type` of a network with experts → GGUF architecture."""
 ANY = "*"  # in place of an expert's number

@@ -120,6 +120,24 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
     return attend_inside
 
 
+def attend_last(config: DecoderConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last tokens, q (…, T, H, D), to keys and values (…, S, KV, D) of all so far, S ≥ T, which were
+    kept; LSH layers attend fully, as they do when served. (…, T, H, D)."""
+    leading, new, window = q.shape[:-3], q.shape[-3], config.layer_window(layer)
+    if window is not None:
+        k, v = (x[..., -(window + new - 1) :, :, :] for x in (k, v))
+    q, k, v = (x.transpose(-3, -2).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) for x in (q, k, v))
+    if config.attention_cap is not None:
+        out = capped_attention(q, k, v, config.attention_cap, window)
+    else:
+        query = torch.arange(k.shape[2] - new, k.shape[2], device=q.device)[:, None]
+        key = torch.arange(k.shape[2], device=q.device)
+        visible = key <= query if window is None else (key <= query) & (key > query - window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if new == 1 else visible, enable_gqa=True)
+    out = out.transpose(1, 2)
+    return out.reshape(*leading, *out.shape[1:])
+
+
 def positions_and_attention(
     config: DecoderConfig, token_ids: Tensor, paths_NW: Tensor | None = None
 ) -> tuple[Tensor, Attend]:

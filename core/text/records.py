@@ -272,12 +272,12 @@ def _json_lines(file: AnyFile, name: str, column: str | None) -> Iterator[Record
         except (ValueError, RecursionError) as error:
             yield Damage(where, f"not JSON ({error})")
             continue
-        yield _of_values(values if isinstance(values, dict) else {}, where, column, text)
+        yield _of_values(values if isinstance(values, dict) else {}, where, column)
 
 
-def _of_values(values: Mapping[str, Any], where: str, column: str | None, shown: str) -> Record | Damage:
+def _of_values(values: Mapping[str, Any], where: str, column: str | None) -> Record | Damage:
     if column is not None and column not in values:
-        return Damage(where, f"has no field {column!r}, only {', '.join(map(repr, values)) or 'none'}")
+        return Damage(where, f"has no field {column!r}, only {_names(values)}")
     for key in (column,) if column is not None else TEXT_FIELDS:
         value = values.get(key)
         if isinstance(value, str) or (key == "messages" and key in values):
@@ -287,7 +287,12 @@ def _of_values(values: Mapping[str, Any], where: str, column: str | None, shown:
             return Record(where, value, fields=fields) if isinstance(value, str) else Record(where, None, value, fields)
     if column is not None:
         return Damage(where, f"the field {column!r} holds no text but {type(values[column]).__name__}")
-    return Damage(where, f'an object with "text" or "messages" is needed, not {shown.strip()[:60]!r}')
+    return Damage(where, f'an object with "text" or "messages" is needed, not one with {_names(values)}')
+
+
+def _names(values: Mapping[str, Any]) -> str:
+    """Its fields, not what they hold: of a value that was cut off curation would not find the personal data."""
+    return ", ".join(map(repr, values)) or "none"
 
 
 def _wrong(text: str) -> str | None:
@@ -333,7 +338,7 @@ def _rows(file: AnyFile, name: str, column: str | None) -> Iterator[Record | Dam
             _check_column(file, batch.schema.names, column)
             for row in batch.to_pylist():
                 number += 1
-                yield _of_values(row, f"{name}, row {number}", column, str(row))
+                yield _of_values(row, f"{name}, row {number}", column)
     except (arrow.ArrowException, OSError) as error:
         raise _unreadable(file, number, "row", error) from error
 

@@ -86,6 +86,6 @@ def _is_image(part: Any) -> bool:
 
 def _from_base64(value: bytes, number: int) -> bytes:
     try:
-        return base64.b64decode(value, validate=True)
+        return base64.b64decode(value.translate(None, b"\r\n"), validate=True)  # clients wrap lines
     except (binascii.Error, ValueError):
         raise RequestError(f"image {number} is neither a JPEG or PNG file nor one in base64") from None

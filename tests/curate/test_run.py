@@ -16,8 +16,10 @@ from penjing.core.progress import Silent
 from penjing.core.text.records import Record
 from penjing.curate import run as running
 from penjing.curate import workers
+from penjing.curate.documents.document import Document
 from penjing.curate.recipe import CurateRecipe
 from penjing.curate.run import curate_recipe
+from penjing.curate.steps.clean import Clean
 from penjing.curate.why import explain
 from penjing.train.data.corpora import documents
 from tests.curate.corpus import corpus_of, kept, prose, recipe, sources, write_lines
@@ -175,6 +177,18 @@ def test_damage_is_listed_and_too_much_of_it_stops(tmp_path: Path) -> None:
     ):
         curate_recipe(made, "test", force=True)
     assert len(corpus_of(made.output)) == len(found)  # the old corpus stays
+
+
+def test_a_document_that_a_step_fails_on_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Clean, document: Document) -> str | None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(Clean, "apply", fails)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [prose(seed) for seed in range(3)], bad=1)
+    with pytest.raises(InputError, match=r"^4 of 4 documents are damaged, more than most_damaged = 0.9; the first is"):
+        curate_recipe(recipe(tmp_path, folder, most_damaged=0.9), "test")
 
 
 def test_labels_with_line_separators_are_masked_too(tmp_path: Path) -> None:

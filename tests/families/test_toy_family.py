@@ -159,7 +159,7 @@ def test_it_is_exported(place: Path, int8: Path, penjing: Penjing) -> None:
 
 def test_what_it_cannot_do_is_one_clear_error(place: Path, int8: Path, penjing: Penjing) -> None:
     shown = penjing("export", int8, place / "toy.gguf", "--to", "gguf", fails=True)
-    assert shown.strip() == f"error: {int8} is a toy, which is not written as gguf; onnx is its only form"
+    assert shown.strip() == f"error: {int8} is a toy, which is not written as gguf; onnx or model-repository is"
     recipe = place / "finetune.toml"
     recipe.write_text(
         f'model = "{place / "toy"}"\noutput = "{place / "tuned"}"\n[[steps]]\nkind = "finetune"\nsteps = 4\n'

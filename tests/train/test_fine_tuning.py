@@ -214,14 +214,17 @@ def test_prompts_that_cannot_be_gone_on_with_are_refused_before_the_run(
     assert not (tmp_path / "out-run").exists()
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_greedy_samples_are_what_the_whole_text_gives(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 0.05), (3, 0.05)])
+def test_greedy_samples_are_what_the_whole_text_gives(window: int | None, cap: float | None) -> None:
     torch.manual_seed(0)
     config = DecoderConfig(
-        model_type="mistral", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        model_type="penjing", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=24, sliding_window=window,
+        attention_cap=cap,
     )  # fmt: skip
     model = Decoder(config).to(torch.float64)
+    for name, weight in model.named_parameters():
+        weight.data *= 50 if ".q_proj." in name else 1  # scores that a cap changes
     made = greedy(model, config, [3, 1, 4, 1, 5], 12)
     text = [3, 1, 4, 1, 5]
     for _ in range(12):

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Protocol
 
@@ -78,10 +79,10 @@ class Verifier:
         return text.strip() == wanted.strip()
 
 
-def number(text: str) -> float | None:
-    """The last number of a text, whose thousands may be parted by commas."""
+def number(text: str) -> Decimal | None:
+    """The last number of a text, whose thousands may be parted by commas; exact, also of hundreds of digits."""
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def is_echo(answer: str, prompt: str) -> bool:

@@ -67,6 +67,7 @@ def take_rows(
     progress: Progress,
     section: str = "data",
     setting: str = "",
+    most: int | None = None,
 ) -> tuple[list[T], Taken]:
     """What `take` makes of each row of `sources`, in their order; what became of the others is counted and told.
 
@@ -76,6 +77,7 @@ def take_rows(
         most_bad: a larger share of bad rows is an error.
         section: of the recipe, which messages name.
         setting: which names the sources, where that is not `section`.sources; all its rows are to be good.
+        most: so many are taken, and what stands behind them is not read; None: all.
 
     Raises:
         InputError: a source is missing, empty or damaged; too many rows are bad; or none is left.
@@ -94,6 +96,8 @@ def take_rows(
             if isinstance(row, str):
                 raise RowError(row)
             kept.append(take(row))
+            if len(kept) == most:
+                break
         except TooLongError:
             taken.too_long += 1
         except (RowError, RequestError) as error:

@@ -37,7 +37,7 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
     if asked.memory.limit and "--resume" not in flags:  # else each process finds out what is free, or how to go on
         check_run(asked, num_processes, parse_size(asked.memory.limit))
     arguments = [str(recipe), *(flag for override in overrides for flag in ("--set", override)), *flags]
-    threads = str(max((os.cpu_count() or 1) // num_processes, 1))
+    threads = str(max(len(os.sched_getaffinity(0)) // num_processes, 1))
     command = [sys.executable, "-m", "penjing.train.launch.agent", "--standalone"]
     with subprocess.Popen(
         [*command, "--nproc-per-node", str(num_processes), "-m", "penjing.train", *arguments],

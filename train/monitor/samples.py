@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.files import writing
+from penjing.core.models.attention import attend_last
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ from penjing.train.processes.world import World
 
 
 class _Cache:
-    """An `Attend` that keeps the keys and values of one text; LSH layers attend fully, as they do when served."""
+    """An `Attend` that keeps the keys and values of one text."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config
@@ -30,14 +30,7 @@ class _Cache:
         if layer in self._kept:
             k, v = (torch.cat(pair, -3) for pair in zip(self._kept[layer], (k, v), strict=True))
         self._kept[layer] = k, v
-        seen, new = k.shape[-3], q.shape[-3]
-        query = torch.arange(seen - new, seen, device=q.device)[:, None]
-        key = torch.arange(seen, device=q.device)[None]
-        visible = key <= query
-        if (window := self._config.layer_window(layer)) is not None:
-            visible &= key > query - window
-        heads = (x.transpose(-3, -2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True).transpose(-3, -2)
+        return attend_last(self._config, layer, q, k, v)
 
 
 @torch.no_grad()

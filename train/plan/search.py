@@ -17,7 +17,7 @@ from penjing.train.pipeline.schedules import chunks_of
 from penjing.train.pipeline.shape import ModelShape, decoder_shape
 from penjing.train.plan.cost import StepTime, step_time
 from penjing.train.plan.hardware import Hardware
-from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory
+from penjing.train.plan.memory import ParallelMemory, Run, parallel_memory, show_bytes
 
 HEADROOM = 0.92  # of the memory may be planned: allocators lose the rest to fragments
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -95,7 +95,7 @@ def search(
             raise ConfigError(f"no mesh of {gpus} GPUs can run this model with batches of {batch_size}: {reasons}")
         need = smallest.memory.total / HEADROOM
         raise ConfigError(
-            f"nothing fits into {memory / 2**30:.1f} GiB on {gpus} GPUs; the smallest needs {need / 2**30:.1f} GiB: "
+            f"nothing fits into {show_bytes(memory)} on {gpus} GPUs; the smallest needs {show_bytes(need)}: "
             f"{run_line(smallest.run)}; give --memory {need / 2**30 + 0.05:.1f}GiB, more --gpus, or a smaller model"
         )
     ranked = sorted(best.values(), key=_order)[:10]

@@ -87,7 +87,7 @@ class _Search:
         self.recipe, self.fixed, self.drawer, self.state, self.progress = recipe, fixed, drawer, state, progress
         self.lowest = recipe.goal == "lowest"
         if recipe.ray is None:
-            self.trials: Runs = Trials(max((os.cpu_count() or 1) // recipe.workers, 1))
+            self.trials: Runs = Trials(max(len(os.sched_getaffinity(0)) // recipe.workers, 1))
         else:
             self.trials = RayTrials(recipe.ray, recipe.output / "trials")
         self._lock = threading.Lock()

@@ -69,6 +69,15 @@ def test_greedy_answers_are_the_likeliest_tokens_of_the_whole_text(
     assert len(done) == len(prompts)
 
 
+def test_capped_scores_are_capped_in_answers_too(make_tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = make_tiny_checkpoint(model_type="penjing", attention_cap=0.05)  # as Gemma 2's scores are, at 50
+    model, prompts = load_model(folder).model, random_ids(1, 20, 7)
+    found = continue_greedily(model, prompts, 10, frozenset(), lambda: None)
+    for prompt, answer in zip(prompts, found, strict=True):
+        logits_RV = model(torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1 :]
+        assert answer == logits_RV.argmax(-1).tolist()
+
+
 def test_int8_answers_are_those_of_the_engine(tiny_int8: Path) -> None:
     # Of these the likeliest token is ahead by 2 % of the largest logit at each step; rounding moves logits by 0.4 %.
     prompts = [random_ids(5, length)[1] for length in (22, 39)]

@@ -14,12 +14,13 @@ from torch import Tensor
 from penjing.compress.families.base import family
 from penjing.compress.run import run_recipe
 from penjing.compress.sight.parity import BOUND, measure_sight
+from penjing.compress.sight.rows import read_rows
 from penjing.core.artifact.base import read_report_file
 from penjing.core.artifact.parity import read_parity
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.checkpoint.sight import load_sight
-from penjing.core.checkpoint.vision_language import load_vision_language
+from penjing.core.checkpoint.vision_language import load_vision_language, vision_language_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.manifest import verify
@@ -65,6 +66,15 @@ def test_the_decoder_of_one_that_sees_is_opened_as_a_decoder(folder: Path) -> No
     assert opened.config == whole.config.decoder
     for name, parameter in whole.decoder.named_parameters():
         assert torch.equal(opened.get(name), parameter)
+
+
+def test_rows_behind_those_that_are_wanted_are_not_read(folder: Path, tmp_path: Path) -> None:
+    many = tmp_path / "many.jsonl"
+    many.write_text((folder / "rows.jsonl").read_text() + "neither JSON nor an image\n")
+    config = vision_language_config(folder)
+    assert len(read_rows(folder, config, [str(many)], folder, 2, "data.rows", Silent())) == 2
+    with pytest.raises(InputError, match=r"1 of 4 rows are bad: .*many\.jsonl, line 4"):
+        read_rows(folder, config, [str(many)], folder, 4, "data.rows", Silent())
 
 
 CHANGES = {"smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}

@@ -17,6 +17,7 @@ from penjing.compress.recipe import Recipe, load_recipe
 from penjing.compress.run import run_recipe
 from penjing.compress.search import latency
 from penjing.compress.search.decoder import STRIDE, DecoderTrials
+from penjing.compress.search.decoder_clock import Shape
 from penjing.compress.search.families import open_trials
 from penjing.compress.search.latency import TimedLayer, clock_of, fit_latency, fit_nonnegative
 from penjing.compress.search.points import decoder_steps, point_recipe
@@ -184,6 +185,19 @@ def test_a_step_has_the_layers_of_its_combination(
     assert [shape.bits for shape in shapes if shape is not None] == [8, 4, 4]
     with pytest.raises(ConfigError, match=r"workload\.context=512: the model's context is 512 tokens"):
         trials.clock(Workload(context=512))
+
+
+def test_an_mlp_without_a_gate_costs_two_matrices(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    plain = make_tiny_checkpoint(model_type="penjing", mlp_gated=False, activation="relu2")
+    trials = opened(base(plain, tmp_path / "out"), tmp_path / "work", widths=(1.0,), layers=False)
+    held = [tensor.numel() for name, tensor in load_model(plain).model.named_parameters() if tensor.dim() == 2]
+    whole = np.array([trials.space.start])
+    assert trials.space.costs("bytes", whole)[0] == sum(held)
+    clock = trials.clock(Workload(streams=2, context=20, rounds=3))
+    step = clock._step({0: Shape(96, 8, None), 1: Shape(96, 4, None)})
+    assert [set(each) for each in step.adapters._shapes] == [{"q", "k", "v", "out", "gate", "down"}] * 2
+    clock.parts(3, Silent())
+    assert clock.network((0, 1))()[0].shape == (2, 1)  # type: ignore[index]
 
 
 def test_a_fitted_sum_finds_what_it_was_made_of(tmp_path: Path) -> None:

@@ -20,9 +20,14 @@ from penjing.compress.search.points import decoder_steps, point_recipe
 from penjing.compress.search.recipe import Workload
 from penjing.compress.search.search import run_joint_search
 from penjing.compress.search.space import Space, Variable
+from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.config import dump_toml
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Silent
+from penjing.kernels.cpu.functions import CpuExtension
+from penjing.kernels.cpu.library import TURNED_KEYS
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.runner.device import resolve_device
 from tests.compress.search.test_decoder import base, opened
 
 NONE: dict[str, Any] = {"widths": (1.0,), "bits": (8,), "layers": False}
@@ -103,6 +108,25 @@ def test_windows_are_timed_by_the_keys_that_are_read(
     assert logits.shape == ids.shape == (2, 1)
     with pytest.raises(ConfigError, match=r"workload\.context=20: a window of 24 tokens saves nothing there"):
         trials.clock(Workload(context=20))
+
+
+def test_keys_are_timed_as_the_engine_keeps_them(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set[tuple[torch.dtype, bool]]()
+    attention = CpuExtension.paged_attention
+
+    def watched(self: CpuExtension, q_THD: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        seen.add((given[0].dtype, named.get("turned", False)))
+        return attention(self, q_THD, *given, **named)
+
+    monkeypatch.setattr(CpuExtension, "paged_attention", watched)
+    clock = opened(values_of(qwen, tmp_path), tmp_path / "work", **NONE, windows=(24,)).clock(
+        Workload(streams=2, context=40, rounds=3)
+    )
+    clock.parts(1, Silent())
+    kept = resolve_device(EngineConfig(device="cpu"), clock.config, is_quantized=True)
+    assert seen == {(DTYPES[kept.kv_dtype], kept.block_size % TURNED_KEYS == 0)}
+    assert clock._cache(1)[1].dtype == DTYPES[kept.kv_dtype]
+    assert clock._cache(1)[1].shape[-2] == kept.block_size
 
 
 def test_a_search_of_windows_writes_recipes_with_them(qwen: Path, tmp_path: Path) -> None:

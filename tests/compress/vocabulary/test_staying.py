@@ -94,6 +94,16 @@ def test_post_processors_write_the_new_ids() -> None:
     assert Tokenizer.from_str(json.dumps(small)).encode("of").ids[0] == numbers[start]
 
 
+def test_texts_are_filled_up_with_the_same_token() -> None:
+    _, numbers = smaller(byte_fallback(), 400)
+    filler = next(old for old, new in numbers.items() if old != new)
+    whole = Tokenizer.from_str(byte_fallback())
+    whole.enable_padding(pad_id=filler)
+    small, _ = smaller(whole.to_str(), 400)
+    rows = Tokenizer.from_str(json.dumps(small)).encode_batch(["a", "a longer text"])
+    assert rows[0].ids[-1] == numbers[filler]
+
+
 def test_characters_leave_where_bytes_spell_them() -> None:
     whole = json.loads(byte_fallback())
     small, _ = smaller(byte_fallback(), 280)

@@ -204,6 +204,21 @@ def test_unsupported_settings_are_named(tmp_path: Path, metadata: dict[str, Any]
         GgufFile(tmp_path / "tiny.gguf")
 
 
+def test_turns_end_where_llama_cpp_ends_them(tmp_path: Path) -> None:
+    tokens = ["<s>", "<|end_of_text|>", "<|eot_id|>", *tiny_tokenizer_fields()["tokenizer.ggml.tokens"][3:]]
+    named = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 1}  # as early files of Llama 3 do
+    write(tmp_path / "a.gguf", metadata=named)
+    assert GgufFile(tmp_path / "a.gguf").config.eos_token_ids == (1, 2)
+    write(tmp_path / "b.gguf", metadata=named | {"tokenizer.ggml.eos_token_id": 2})
+    assert GgufFile(tmp_path / "b.gguf").config.eos_token_ids == (2,)
+
+
+def test_a_part_of_a_split_file_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "tiny-00001-of-00003.gguf", metadata={"split.count": 3})
+    with pytest.raises(InputError, match="is one of 3 parts; join them"):
+        GgufFile(tmp_path / "tiny-00001-of-00003.gguf")
+
+
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", arch="gemma2")
     with pytest.raises(InputError, match=r"'gemma2'.*not supported; supported: llama, mistral, deci, qwen2, qwen3"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penjing.core.models.attention import attend_last, causal_attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from tests.conftest import tiny_config
@@ -76,3 +77,16 @@ def test_packed_documents_are_computed_as_if_alone(name: str) -> None:
 def test_documents_must_fit_the_tokens() -> None:
     with pytest.raises(ValueError, match="documents has shape"):
         decoder("full")(torch.zeros(2, 3, dtype=torch.int64), documents=torch.zeros(2, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("new", [1, 6, 40])
+@pytest.mark.parametrize("cap", [None, 0.3])
+@pytest.mark.parametrize("window", [None, 4, 11, 90])
+def test_the_last_tokens_see_what_they_see_in_the_whole_text(window: int | None, cap: float | None, new: int) -> None:
+    torch.manual_seed(2)
+    further = {"model_type": "penjing", "sliding_window": window, "attention_cap": cap}
+    config = DecoderConfig.model_validate(tiny_config().model_dump() | further)
+    q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
+    whole = causal_attention(config)(0, q, k, v)
+    torch.testing.assert_close(attend_last(config, 0, q[:, -new:], k, v), whole[:, -new:])
+    torch.testing.assert_close(attend_last(config, 0, q[0, -new:], k[0], v[0]), whole[0, -new:])

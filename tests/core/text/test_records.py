@@ -86,6 +86,16 @@ def test_a_damaged_line_costs_itself_alone(tmp_path: Path, line: bytes, reason: 
     assert reason in damage.reason
 
 
+def test_what_a_line_without_a_text_holds_is_not_told(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", b'{"name": "Somebody with a name of many letters", "mail": "jane@firm.org"}\n[1]\n'
+    )
+    assert [each.reason for each in read_records(path, "a") if isinstance(each, Damage)] == [
+        "an object with \"text\" or \"messages\" is needed, not one with 'name', 'mail'",
+        'an object with "text" or "messages" is needed, not one with none',
+    ]
+
+
 def test_a_line_that_is_too_long_is_skipped_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penjing.core.text import records
 

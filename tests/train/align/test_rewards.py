@@ -63,6 +63,8 @@ def test_a_verifier_compares_with_the_answer_of_the_row() -> None:
     assert [number(text) for text in ("it is 1,234.50.", "-3", "5 + 8 = 13", "x.5", "none")] == [
         1234.5, -3.0, 13.0, 0.5, None
     ]  # fmt: skip
+    large = Prompt([1], {"prompt": "?", "answer": "1" * 400})
+    assert Verifier("number")(large, answers("9" * 400, "1" * 400, "1" * 399 + "2", "1" * 400 + ".0")) == [0, 1, 0, 1]
     prompt = Prompt([1], {"prompt": "?", "answer": "42"})
     assert Verifier("number")(prompt, answers("17 + 25 = 42", "42.0!", "42 or 43", "")) == [1.0, 1.0, 0.0, 0.0]
     assert Verifier("exact")(prompt, answers(" 42\n", "it is 42")) == [1.0, 0.0]

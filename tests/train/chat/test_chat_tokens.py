@@ -169,6 +169,7 @@ def test_bad_and_long_rows_are_counted_and_too_many_stop(chat: ChatTokens, tmp_p
         take_rows(named, take, 0.1, Silent())
     with pytest.raises(InputError, match="leave nothing to learn from: 0 rows; 1 left out because they are longer"):
         take_rows(write(tmp_path / "b.jsonl", [{"messages": turns("q" * 99, "b")}]), take, 0.1, Silent())
+    assert len(take_rows(sources, take, 0.0, Silent(), most=3)[0]) == 3  # before the bad ones
     with pytest.raises(InputError, match="does not exist"):
         take_rows([str(tmp_path / "none.jsonl")], take, 0.1, Silent())
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penjing.core import cli
 from penjing.core.errors import ConfigError
+from penjing.train.launch.launch import launch
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -31,3 +35,26 @@ def test_an_impossible_mesh_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
+
+
+def test_processes_share_the_cores_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+
+    class Begun:
+        def __init__(self, *_: Any, env: dict[str, str], **named: Any) -> None:
+            given.update(env)
+
+        def __enter__(self) -> Begun:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))  # of a machine with more
+    monkeypatch.setattr(subprocess, "Popen", Begun)
+    assert launch(2, RECIPES / "decoder-tiny.toml", [], []) == 0
+    assert given["OMP_NUM_THREADS"] == "3"

@@ -231,7 +231,7 @@ def test_experts_in_fewer_ranks_cost_tokens_on_the_way_and_save_memory():
         (["--gpus", "8", "--memory", "80 bananas"], "no size"),
         (["--gpus", "8", "--memory", "80GiB", "--device", "tpu"], "device 'tpu' is unknown"),
         (["--gpus", "8", "--memory", "80GiB", "--out", "x.yaml"], "ends in .toml"),
-        (["--gpus", "8", "--memory", "512MiB"], "nothing fits into 0.5 GiB on 8 GPUs; the smallest needs"),
+        (["--gpus", "8", "--memory", "512MiB"], "nothing fits into 512.0 MiB on 8 GPUs; the smallest needs"),
         (["--gpus", "37", "--gpus-per-node", "37", "--memory", "80GiB"], "no mesh of 37 GPUs can run this model"),
     ],
 )

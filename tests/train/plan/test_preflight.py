@@ -90,6 +90,21 @@ def test_what_cannot_fit_is_refused_before_processes_start(recipe, overrides, li
 
 
 @pytest.mark.parametrize(
+    ("overrides", "num", "reason"),
+    [
+        (["model.num_hidden_layers=4", "parallel.schedule=interleaved", "data.batch_size=5"], 5, "multiple of"),
+        (["parallel.schedule=1f1b", "data.micro_batch=8"], 1, "needs as many micro-batches as ranks"),
+        (["parallel.schedule=1f1b", "data.micro_batch=2", "parallel.micro_batches=1"], 1, "as many micro-batches as"),
+    ],
+)
+def test_micro_batches_that_a_schedule_cannot_run_are_refused(recipe, overrides, num, reason):
+    given = load_recipe(TrainRecipe, recipe, ["parallel.pp=2", *overrides])
+    with pytest.raises(ConfigError, match=rf"cannot run {num} micro-batches of data.micro_batch=\d \(.*{reason}"):
+        check_machine(given, 2, is_new=True)
+    check_machine(given, 2, is_new=False)
+
+
+@pytest.mark.parametrize(
     ("overrides", "advice"),
     [
         (["data.batch_size=16", "data.micro_batch=8"], "leaves each of 2 a single one; lower it to 1"),
