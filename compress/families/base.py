@@ -141,7 +141,7 @@ class Family:
         samples: what a network is looked at with.
         quality: the name of what evaluation finds: "accuracy", "perplexity" or "similarity".
         evaluate: (folder, the model that the run began with, settings, progress) → how good it is.
-        held_out: how many images, tokens or texts that evaluation runs.
+        held_out: how many images or tokens evaluation runs.
         calls: what is timed.
         asker: what it answers to questions.
         pruner, training, quantizer: for steps that prune, train and quantize.

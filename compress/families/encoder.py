@@ -16,6 +16,7 @@ from penjing.core.checkpoint.encoder import WEIGHTS, load_encoder
 from penjing.core.family import FAMILIES
 from penjing.core.files import sha256_file
 
+TEXT_TOKENS = 54  # of a paragraph of Python's help or its first sentence, on average
 NOTE = "takes token ids and their mask; the tokenizer is the artifact's tokenizer.json"
 
 
@@ -26,7 +27,8 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _held_out(settings: EvaluateSettings) -> int:
-    return 2 * settings.texts * (1 + len(settings.own))
+    texts = 2 * settings.texts * (1 + len(settings.own))  # each with its first sentence
+    return 2 * texts * TEXT_TOKENS  # the model embeds them beside it
 
 
 FAMILY = Family(

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from penjing.compress.families.base import family
 from penjing.compress.measure.evaluate import EvaluateSettings, evaluate_encoder
 from penjing.compress.run import run_recipe
 from penjing.compress.samples.data import DataSettings, text_samples
-from penjing.compress.samples.retrieval import calibration_paragraphs
+from penjing.compress.samples.retrieval import calibration_paragraphs, retrieval_set
 from penjing.core.checkpoint.encoder import WEIGHTS, load_encoder
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
@@ -118,3 +119,9 @@ def _rows(folder: Path, texts: list[str]) -> np.ndarray:
     tokenize = TextTokenizer(folder, model.config)
     with torch.no_grad():
         return np.concatenate([model(*tokenize([text]).tensors()).numpy() for text in texts])
+
+
+def test_the_time_of_an_evaluation_is_that_of_its_tokens_and_not_of_its_texts() -> None:
+    words = sum(len(text.split()) for text in retrieval_set(256).texts())
+    passes = family("encoder").held_out(EvaluateSettings(texts=256))
+    assert 1 < passes / (2 * words) < 3  # the model beside it; a word is a token or two
