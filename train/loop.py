@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from penjing.core.errors import InputError, PenjingError
+from penjing.core.errors import InputError
 from penjing.train.data.order import step_seed
 from penjing.train.data.stream import Stream, refuse_nonfinite
 from penjing.train.monitor.alarms import AlarmConfig, Alarms
@@ -31,6 +31,7 @@ from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
 from penjing.train.optim.optimizer import AveragedWeights, load_optimizer_state, optimizer_state, set_learning_rate
 from penjing.train.optim.schedule import LearningRate
+from penjing.train.processes.stop import InterruptedRunError
 from penjing.train.processes.world import World
 from penjing.train.shares import Shares
 from penjing.train.state.best import Best
@@ -41,12 +42,6 @@ if TYPE_CHECKING:  # torch.distributed.pipelining imports the whole compiler
     from penjing.train.pipeline.pipeline import Pipeline
 
 K = TypeVar("K")
-
-
-class InterruptedRunError(PenjingError):
-    """The run was asked to stop (SIGTERM, SIGINT); its state is saved."""
-
-    exit_code = 143
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from penjing.core.errors import InputError
 from penjing.core.models.decoder import Decoder
-from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
+from penjing.train.loop import Evaluation, Trainer
 from penjing.train.monitor.alarms import AlarmConfig, AlarmError, Alarms
 from penjing.train.monitor.monitor import Monitor
 from penjing.train.numerics.recompute import apply_recompute
@@ -19,6 +19,7 @@ from penjing.train.optim.clip import ClipConfig, GradientNorms
 from penjing.train.optim.loss_scale import LossScale
 from penjing.train.optim.optimizer import AveragedWeights, OptimizerConfig, build_optimizer
 from penjing.train.optim.schedule import LearningRate
+from penjing.train.processes.stop import InterruptedRunError
 from penjing.train.processes.world import World
 from penjing.train.state.initial import decoder_weights, fill_weights
 from penjing.train.state.state import load_model_state, model_state

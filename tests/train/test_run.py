@@ -21,10 +21,10 @@ from penjing.serve.generate import generate_stream
 from penjing.serve.sampling.params import SamplingParams
 from penjing.train import run as run_module
 from penjing.train.families.base import build_task
-from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.alarms import AlarmError
 from penjing.train.numerics.compiled import compile_model
 from penjing.train.parallel.traffic import read_trace
+from penjing.train.processes.stop import InterruptedRunError
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train

@@ -18,8 +18,7 @@ from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress, Silent, duration
 from penjing.core.recipes import check_stage
-from penjing.train.loop import InterruptedRunError
-from penjing.train.processes.stop import stop_signals
+from penjing.train.processes.stop import InterruptedRunError, stop_signals
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.search.halving import cost, rungs, survivors
 from penjing.train.search.page import search_page

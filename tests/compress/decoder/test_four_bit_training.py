@@ -35,7 +35,7 @@ from penjing.core.progress import Silent
 from penjing.core.runtime.quantized import Int4Linear
 from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.kernels.int4_linear import pack_int4, unpack_int4
-from penjing.train.loop import InterruptedRunError
+from penjing.train.processes.stop import InterruptedRunError
 from tests.compress.decoder.language import learn, successors
 
 AROUND, OFFSETS = Scheme(4, 32), Scheme(4, 32, offsets=True)

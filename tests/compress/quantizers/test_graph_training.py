@@ -30,7 +30,7 @@ from penjing.core.progress import Silent
 from penjing.core.work import Places
 from penjing.train.families.base import build_checkpoint_task
 from penjing.train.families.graph import GraphTraining
-from penjing.train.loop import InterruptedRunError
+from penjing.train.processes.stop import InterruptedRunError
 from tests.compress.graph.networks import Block, Branches, randomised
 from tests.compress.graphs import write_graph
 from tests.compress.products import as_written

@@ -26,7 +26,7 @@ from penjing.core.progress import Silent
 from penjing.core.work import Places
 from penjing.train.data.images import ImageSet
 from penjing.train.families import classifier as vision
-from penjing.train.loop import InterruptedRunError
+from penjing.train.processes.stop import InterruptedRunError
 from tests.compress.quantize.folders import image_data, image_set, vision_folder
 from tests.compress.quantize.networks import network_of
 from tests.conftest import write_tiny_checkpoint

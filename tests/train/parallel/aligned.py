@@ -25,9 +25,9 @@ from penjing.train import run as train_run
 from penjing.train.align import page
 from penjing.train.checks import check_machine
 from penjing.train.families.base import build_task
-from penjing.train.loop import InterruptedRunError
 from penjing.train.parallelize import form_mesh
 from penjing.train.plan.estimate import MemoryEstimate
+from penjing.train.processes.stop import InterruptedRunError
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
 

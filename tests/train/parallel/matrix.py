@@ -27,7 +27,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.train.data.order import Order
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.stream import OrderedStream, TokenSamples
-from penjing.train.loop import Evaluation, InterruptedRunError, Trainer
+from penjing.train.loop import Evaluation, Trainer
 from penjing.train.numerics.compiled import compile_model
 from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
@@ -40,6 +40,7 @@ from penjing.train.parallel.config import ParallelConfig
 from penjing.train.parallel.mesh import MeshWorld
 from penjing.train.parallel.shard import gather_in
 from penjing.train.parallelize import form_mesh, parallelize
+from penjing.train.processes.stop import InterruptedRunError
 from penjing.train.processes.world import World
 from penjing.train.shares import Shares
 from penjing.train.state.checkpoint import Checkpoints, ShardedCheckpoints

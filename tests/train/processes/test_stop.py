@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from penjing.train.processes.stop import stop_signals
+from penjing.train.processes.stop import InterruptedRunError, stop_signals
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", True), ("1", False)])
@@ -29,3 +29,18 @@ def test_a_termination_is_not_spoken_of(capfd: pytest.CaptureFixture[str]) -> No
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop_requested()
     assert capfd.readouterr().err == ""
+
+
+def stopped_by(*signals: signal.Signals) -> int:
+    """The exit code of a run that is stopped as `signals` ask, or as another process was asked."""
+    with stop_signals():
+        for number in signals:
+            os.kill(os.getpid(), number)
+        raise InterruptedRunError("stopped as asked")
+
+
+@pytest.mark.parametrize(("signals", "code"), [((signal.SIGINT,), 130), ((signal.SIGTERM,), 143), ((), 143)])
+def test_the_exit_code_is_that_of_the_signal(signals: tuple[signal.Signals, ...], code: int) -> None:
+    with pytest.raises(InterruptedRunError) as stopped:
+        stopped_by(*signals)
+    assert stopped.value.exit_code == code
