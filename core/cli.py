@@ -183,7 +183,8 @@ def guarded(work: Callable[[], int]) -> int:
         if not message:  # a group without a command: its help was shown in place of a message
             return ConfigError.exit_code
         command = getattr(getattr(error, "ctx", None), "command_path", "penjing")
-        return _fail(error, f"{message}. Try '{command} --help'.", ConfigError.exit_code)
+        end = "" if message.endswith("?") else "."
+        return _fail(error, f"{message}{end} Try '{command} --help'.", ConfigError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:

@@ -22,12 +22,22 @@ def stage_app() -> typer.Typer:
 
 
 class RecipeOrCommand(TyperGroup):
-    """`penjing compress RECIPE` beside `penjing compress inspect …`: what is no command goes to `run`."""
+    """`penjing compress RECIPE` beside `penjing compress inspect …`: what is no command goes to `run`.
+
+    A misspelt command is no recipe: the error names the one that was meant.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+        if args and args[0] not in ctx.help_option_names and not self._is_meant(args[0]):
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def _is_meant(self, name: str) -> bool:
+        from difflib import get_close_matches
+
+        return name in self.commands or (
+            bool(get_close_matches(name, self.commands, cutoff=0.85)) and not Path(name).exists()
+        )
 
 
 def write_json(result: Any, json_file: Path | None) -> None:

@@ -54,6 +54,9 @@ def test_the_version_is_that_of_the_package():
     ("arguments", "message"),
     [
         (["bogus"], "No such command 'bogus'"),
+        (["trian", "x"], "No such command 'trian'. Did you mean 'train'? Try 'penjing --help'."),
+        (["compress", "insepct", "x"], "No such command 'insepct'. Did you mean 'inspect'? Try 'penjing compress"),
+        (["train", "plan.toml"], "recipe plan.toml does not exist"),
         (["serve"], "Missing argument"),
         (["serve", "x", "--grpc-port", "99999999"], "--grpc-port"),
         (["generate", "x", "y", "--temperature", "hot"], "--temperature"),
