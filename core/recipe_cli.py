@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,9 +38,11 @@ def new(
 
     Example: `penjing recipe new smollm2-int8 my.toml`
     """
-    from penjing.core.recipes import copy_recipe
+    from penjing.core.progress import typed
+    from penjing.core.recipes import command_of, copy_recipe
 
-    copy_recipe(name, out, force=force)
+    stage = copy_recipe(name, out, force=force)
+    print(f"wrote {out}; run it with 'penjing {command_of(stage)} {typed(out)}'", file=sys.stderr)
 
 
 @recipe_app.command("keys")

@@ -17,6 +17,7 @@ PACKAGE = "penjing.recipes"
 SUFFIX = ".toml"
 # Of a search over compression; one over training names settings with dots.
 CHOICES = {"widths", "bits", "layers", "windows"}
+_SEARCHES = {"search": "train search", "compress-search": "compress search"}
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,14 @@ def check_stage(values: dict[str, Any], source: str, stage: StageName) -> None:
     except ConfigError:
         return  # what is missing is told when the recipe is read
     if found != stage:
-        command = {"search": "train search", "compress-search": "compress search"}
         raise ConfigError(
-            f"{source} is a recipe of 'penjing {command.get(found, found)}', not of 'penjing "
-            f"{command.get(stage, stage)}'"
+            f"{source} is a recipe of 'penjing {command_of(found)}', not of 'penjing {command_of(stage)}'"
         )
+
+
+def command_of(stage: StageName) -> str:
+    """The command that runs the recipes of a stage, such as "train search"."""
+    return _SEARCHES.get(stage, stage)
 
 
 def summary(text: str) -> str:
@@ -119,8 +123,8 @@ def summary(text: str) -> str:
     return re.sub(r":? `penjing [^`]*`", "", sentence)
 
 
-def copy_recipe(name: str, out: Path, *, force: bool = False) -> None:
-    """Write the recipe `name` to the file `out`, to be changed there.
+def copy_recipe(name: str, out: Path, *, force: bool = False) -> StageName:
+    """Write the recipe `name` to the file `out`, to be changed there; the stage that runs it.
 
     Raises:
         ConfigError: there is no recipe of this name.
@@ -131,3 +135,4 @@ def copy_recipe(name: str, out: Path, *, force: bool = False) -> None:
     if out.exists() and not force:
         raise InputError(f"{out} already exists; replace it with --force, or choose another file")
     atomic_write_text(out, text)
+    return stage_of(tomllib.loads(text), name)

@@ -35,8 +35,7 @@ def run(recipe: Recipe, overrides: Overrides = None, force: Force = False) -> No
     from penjing.curate.run import curate
 
     with progress_bar() as progress:
-        report = curate(recipe, overrides, force=force, progress=progress)
-        progress.note(report.summary())
+        curate(recipe, overrides, force=force, progress=progress)
 
 
 @curate_app.command("inspect")

@@ -160,8 +160,7 @@ class CorpusReport(Config):
         """A few lines for the terminal."""
         width = max(len(row.step) for row in self.funnel)
         lines = [
-            f"{row.step:{width}}  {row.documents:>11,} documents  {row.chars / 1e6:>10,.1f} M characters"
-            for row in self.funnel
+            f"{row.step:{width}}  {row.documents:>11,} documents  {row.chars:>15,} characters" for row in self.funnel
         ]
         if self.damaged or self.lines:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in list(self.reasons.items())[:_SHOWN])

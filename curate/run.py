@@ -83,6 +83,8 @@ def curate_recipe(
             _write(plan, report, command, partial)
         progress.advance()
         shutil.rmtree(work)
+    progress.note(report.summary())
+    progress.note(f"wrote {recipe.output}; {recipe.output / PAGE} says what was kept and dropped, and why")
     return report
 
 

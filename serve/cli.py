@@ -72,7 +72,9 @@ def generate(
         if images:
             raise ConfigError("--image is for one answer: leave --samples and --out away")
         with progress_bar() as progress:
-            sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
+            written = sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
+            there = f"; {samples - written:,} were there already" if written < samples else ""
+            progress.note(f"wrote {written:,} text{'s' * (written != 1)} to {out}{there}")
         return
     generate_to_terminal(model, text, sampling, chat=chat, engine_config=config, images=images or [])
 

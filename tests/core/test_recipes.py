@@ -113,7 +113,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli._run(["recipe", "list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == recipe_names()
-    assert cli._run(["recipe", "new", "decoder-tiny", str(tmp_path / "a.toml")]) == 0
+    for name, out, command in (
+        ("decoder-tiny", tmp_path / "a.toml", f"train {tmp_path}/a.toml"),
+        ("smollm2-search", tmp_path / "a search.toml", f"compress search '{tmp_path}/a search.toml'"),
+    ):
+        assert cli._run(["recipe", "new", name, str(out)]) == 0
+        assert capsys.readouterr().err == f"wrote {out}; run it with 'penjing {command}'\n"
     assert cli._run(["recipe", "new", "decoder-tiny", str(tmp_path / "a.toml")]) == InputError.exit_code
     assert cli._run(["recipe", "keys", "train", "checkpoint"]) == 0
     assert "every: integer, at least 1 (default 1000)" in capsys.readouterr().out

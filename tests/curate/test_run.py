@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -48,6 +49,25 @@ def test_one_of_each_cluster_is_kept_the_first(tmp_path: Path) -> None:
     assert "near duplicate" in page
     assert "http" not in page
     assert not made.work_folder.exists()
+
+
+def test_a_run_says_what_was_left_and_where_it_lies(tmp_path: Path) -> None:
+    class Notes(Silent):
+        lines: ClassVar[list[str]] = []
+
+        def note(self, message: str) -> None:
+            self.lines.append(message)
+
+    made = recipe(tmp_path, sources(tmp_path / "in"))
+    report = curate_recipe(made, "test", progress=Notes())
+    said = [line.split() for line in report.summary().splitlines()]
+    assert [words[-4:] for words in said[:3]] == [
+        [f"{row.documents:,}", "documents", f"{row.chars:,}", "characters"] for row in report.funnel
+    ]
+    assert Notes.lines[-2:] == [
+        report.summary(),
+        f"wrote {made.output}; {made.output}/report.html says what was kept and dropped, and why",
+    ]
 
 
 @pytest.mark.parametrize(("task_mb", "workers_"), [(0.005, 1), (0.02, 1), (0.01, 2)])

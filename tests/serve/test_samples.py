@@ -52,6 +52,17 @@ def test_a_run_goes_on_where_it_stopped(tiny_checkpoint: Path, tmp_path: Path) -
         sample_texts(tiny_checkpoint, "in", {"temperature": 0.0}, 4, tmp_path / "x", Silent())
 
 
+def test_the_command_says_what_it_wrote_and_what_was_there(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "texts"
+    command = ["generate", str(tiny_checkpoint), "in", "--temperature", "1", "--max-tokens", "4", "--out", str(out)]
+    assert _run([*command, "--samples", "2"]) == 0
+    assert f"wrote 2 texts to {out}\n" in capsys.readouterr().err
+    assert _run([*command, "--samples", "3"]) == 0
+    assert f"wrote 1 text to {out}; 2 were there already\n" in capsys.readouterr().err
+
+
 def test_what_a_killed_run_leaves_is_whole_samples(tiny_checkpoint: Path, tmp_path: Path) -> None:
     class Killed(Silent):
         num_written = 0
