@@ -132,6 +132,8 @@ class WorkFolder(Tasks):
         return self
 
     def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+        if self.path.is_dir() and [entry.name for entry in self.path.iterdir()] == [KEY_FILE]:
+            self.remove()  # nothing was done that a later run could go on with
         os.close(self._lock)
 
     def remove(self) -> None:

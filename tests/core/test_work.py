@@ -39,3 +39,16 @@ def test_two_runs_on_one_output_do_not_meet(tmp_path: Path) -> None:
         WorkFolder(tmp_path / "out", "key"),
     ):
         pass
+
+
+def test_a_run_that_did_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    def refused() -> None:
+        with WorkFolder(tmp_path / "out", "key"):
+            raise InputError("the texts are too short; give longer ones")
+
+    with pytest.raises(InputError, match="too short"):
+        refused()
+    assert not list(tmp_path.iterdir())
+    with WorkFolder(tmp_path / "out", "key") as work:
+        work.run("first", dict)
+    assert work.path.is_dir()
