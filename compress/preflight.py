@@ -194,8 +194,9 @@ def _budget(recipe: Recipe, context: Context) -> str:
     if metric == "auto" and quality == "similarity" and recipe.evaluate.source is not None:
         most = f"{points} (without classes {cosine}) below that of"
     against = "the model" if guard.against == "model" else "the result before"
+    repeats = f", {guard.retries} milder repeat{'s' * (guard.retries != 1)}"
     return (
         f"at most {most} {against}"
-        + (f", {guard.retries} milder repeats" if any(step.weakens() for step in recipe.steps) else "")
+        + (repeats if any(step.weakens() for step in recipe.steps) else "")
         + f", otherwise {guard.otherwise}"
     )

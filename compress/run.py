@@ -22,7 +22,7 @@ from penjing.compress.recipe import Recipe, load_recipe, recipe_toml
 from penjing.compress.report.text import answer_line, summary_line
 from penjing.compress.results import SCHEMA, Result, Results, num_complete
 from penjing.compress.steps.base import Context
-from penjing.core.artifact.base import RECIPE_FILE
+from penjing.core.artifact.base import RECIPE_FILE, REPORT_PAGE
 from penjing.core.config import key_of
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_text, publish_folder
@@ -211,6 +211,7 @@ def _publish(run: _Run, command: str, key: str, force: bool) -> None:
         )
     for figure in report.last.answers:
         run.progress.note(answer_line(figure))
+    run.progress.note(f"wrote {recipe.output}; {recipe.output / REPORT_PAGE} says what each step gained and cost")
     run.progress.note(summary_line(report))
 
 

@@ -243,6 +243,8 @@ def test_preflight_says_what_is_checked_and_written_where(bench: Bench) -> None:
     for text in ("01-prune, 02-distill", str(bench.folder / "out"), ".out.work", "guard after 02-distill", "memory"):
         assert text in said
     assert "GFLOP/s that a matrix product reached" in said
+    out = bench.folder / "out"
+    assert f"wrote {out}; {out}/report.html says what each step gained and cost" in bench.notes.lines
 
 
 def test_two_runs_on_one_output_do_not_meet(bench: Bench) -> None:
