@@ -177,6 +177,8 @@ def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
             message = str(entry["ctx"]["error"])
         else:
             message = entry["msg"][:1].lower() + entry["msg"][1:].replace("a valid tuple", "a list")  # as TOML calls it
+        if not where:  # of all values together, which nobody wants to read again
+            return message
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")
     valid = sorted(owner.model_fields) if owner is not None else []
     near = difflib.get_close_matches(where.rpartition(".")[2], valid, n=1)

@@ -2,7 +2,7 @@ import tomllib
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penjing.core.config import Config, apply_override, dump_toml, load_recipe, parse_config
 from penjing.core.errors import ConfigError
@@ -181,3 +181,20 @@ def test_names_with_dots_are_quoted():
     assert override_of('a."b=1') == {'a."b': 1}
     values["inline"] = [[{"x.y": 1}], {"z": {"§.\n": "a"}}]
     assert tomllib.loads(dump_toml(values)) == values
+
+
+def test_a_rule_of_all_values_together_is_told_without_them():
+    class Range(Config):
+        low: int
+        high: int
+
+        @model_validator(mode="after")
+        def _in_order(self):
+            if self.low > self.high:
+                raise ValueError("low is above high; swap them")
+            return self
+
+    with pytest.raises(ConfigError, match=r"^--range: low is above high; swap them$"):
+        parse_config(Range, {"low": 2, "high": 1}, "--range")
+    with pytest.raises(ConfigError, match=r"^--range: edge: low is above high; swap them \(got "):
+        parse_config(Range, {"low": 2, "high": 1}, "--range", "edge.")
