@@ -243,7 +243,9 @@ class _Search:
         wanted = [each for each in choices if healer.changes(each)]
         kept = sum(self.work.record(healer.name(each)) is not None for each in wanted)
         steps = " + ".join(map(str, healer.trained))
-        self.progress.note(f"healing {len(wanted)} points with {steps} steps each; {kept} are kept from before")
+        self.progress.note(
+            f"healing {len(wanted)} of {len(choices)} points with {steps} steps each; {kept} are kept from before"
+        )
         left = Remaining(len(wanted))
         for choice in choices:
             row = self.rows[choice]

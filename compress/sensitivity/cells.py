@@ -49,5 +49,5 @@ class Remaining:
             self._seconds += time.monotonic() - began
 
     def __str__(self) -> str:
-        left = self._cells - self.done
+        left = max(0, self._cells - self.done)  # a search measures a few more than it foresaw
         return clock(left * self._seconds / self._measured) if self._measured else "-:--"
