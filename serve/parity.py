@@ -10,6 +10,7 @@ from penjing.core.errors import InputError
 from penjing.core.family import family_of
 from penjing.serve.client.client import Client
 from penjing.serve.families.base import family_at
+from penjing.serve.supervisor.state import served_name
 
 
 def served_parity(folder: Path, server: str) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def served_parity(folder: Path, server: str) -> dict[str, Any]:
     bound from the fake-quantized model; a decoder's greedy continuations with those of the INT8 runtime in the record.
 
     Args:
-        server: host:port of the gRPC endpoint.
+        server: host:port of the gRPC endpoint; on this machine the model may have a name of its own there.
 
     Returns:
         `differences`, as of `verify_artifact`, and where the artifact runs in this process `same_bits`: whether every
@@ -36,7 +37,7 @@ def served_parity(folder: Path, server: str) -> dict[str, Any]:
             f"{folder} is of the family {family_of(folder)!r}, whose table for servers has no entry 'parity'; verify "
             "it without a server"
         )
-    with Client(server) as client:
+    with Client(server, model=served_name(server)) as client:
         served = ask(folder, client)
     if served.bound is not None:
         gate(served.differences, served.bound.of(SERVED), f"does it serve {folder}, with its options?")

@@ -16,7 +16,9 @@ from penjing.core.errors import (
 
 _CONNECTION = ("failed to connect", "socket closed", "connection reset", "connection refused", "broken pipe", "goaway")
 _NOT_LOADED = ("not healthy", "no available versions", "is not ready", "server is stopping", "server not ready")
-_OTHER_NAME = "is not found"  # of a model, in what a stream says
+_OTHER_MODEL = ("is not found", "decoupled transaction policy", "missing required input")  # than the one called for
+_WHAT_IS_THERE = "a model of another name or kind is served there, and 'penjing server status' shows what runs"
+_NO_ID = "[request id: <id_unknown>] "
 _QUEUE_FULL = "exceeds maximum queue size"  # of a queue in the server, in front of another backend
 _RETRY = re.compile(r"retry in (\d+(?:\.\d+)?) s")
 
@@ -80,8 +82,8 @@ def refused(message: str) -> CallFailedError:
         return CallFailedError(_error(code, text), code.transient)
     if any(words in message.lower() for words in _NOT_LOADED):
         return CallFailedError(UnavailableError(message), transient=True)
-    if _OTHER_NAME in message:
-        message += "; a model of another name or kind is served there, and 'penjing server status' shows what runs"
+    if any(words in message for words in _OTHER_MODEL):
+        message = f"{message.removeprefix(_NO_ID).rstrip('. ')}; {_WHAT_IS_THERE}"
     return CallFailedError(ServerError(message), transient=False)
 
 
@@ -116,7 +118,7 @@ def call_failed(error: Any, server: str) -> CallFailedError:
     import grpc
 
     status, details = error.code(), error.details() or ""
-    details = details.removeprefix("[request id: <id_unknown>] ").partition(" NOTE: ")[0]
+    details = details.removeprefix(_NO_ID).partition(" NOTE: ")[0]
     name, _, rest = details.partition(": ")
     code = BY_NAME.get(name)
     details = details if code is None else rest
@@ -131,7 +133,6 @@ def call_failed(error: Any, server: str) -> CallFailedError:
         return CallFailedError(RequestError(details), code.transient)
     if code is not None and code.transient and not any(word in words for word in _CONNECTION):
         return CallFailedError(_error(code, f"{server}: {details}; try again later"), code.transient)
-    if status is grpc.StatusCode.NOT_FOUND:
-        text = f"{server}: {details}; 'penjing serve ARTIFACT' serves one"
-        return CallFailedError(ServerError(text), transient=False)
+    if status is grpc.StatusCode.NOT_FOUND or any(each in details for each in _OTHER_MODEL):
+        return CallFailedError(ServerError(f"{server}: {details}; {_WHAT_IS_THERE}"), transient=False)
     return broken(error, server, 0)

@@ -25,7 +25,7 @@ from penjing.core.errors import (
 )
 from penjing.serve.client import calls
 from penjing.serve.client.client import AsyncClient, Client
-from penjing.serve.client.errors import call_failed
+from penjing.serve.client.errors import call_failed, refused
 from penjing.serve.client.protocol import PING
 
 service_pb2: Any = __import__("tritonclient.grpc.service_pb2", fromlist=["service_pb2"])
@@ -218,6 +218,27 @@ def test_unary_calls_tell_overload_too(status: str, details: str, error: type[Ex
     assert type(found) is error
     assert getattr(found, "retry_after", None) == retry_after
     assert "RESOURCE_EXHAUSTED: " not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("status", "details"),
+    [
+        ("NOT_FOUND", "Request for unknown model: 'classifier' is not found"),
+        ("UNIMPLEMENTED", "ModelInfer RPC doesn't support models with decoupled transaction policy"),
+    ],
+)
+def test_a_model_of_another_kind_is_told_as_one(status: str, details: str) -> None:
+    class Failed(grpc.RpcError):
+        def code(self) -> Any:
+            return grpc.StatusCode[status]
+
+        def details(self) -> str:
+            return details
+
+    said = "a model of another name or kind is served there, and 'penjing server status' shows what runs"
+    assert str(call_failed(Failed(), "host:1").error) == f"host:1: {details}; {said}"
+    streamed = refused("[request id: <id_unknown>] expected 1 inputs, but missing required input(s) ['text']. ").error
+    assert str(streamed) == f"expected 1 inputs, but missing required input(s) ['text']; {said}"
 
 
 @both
