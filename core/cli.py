@@ -166,10 +166,13 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    code = guarded(lambda: app(arguments, prog_name="penjing", standalone_mode=False) or 0)
-    if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code without a word
-        print("interrupted", file=sys.stderr)
-    return code
+    def called() -> int:
+        code = app(arguments, prog_name="penjing", standalone_mode=False) or 0
+        if code == INTERRUPTED:  # typer turns Ctrl-C into this exit code without a word
+            raise KeyboardInterrupt
+        return code
+
+    return guarded(called)
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -186,6 +189,7 @@ def guarded(work: Callable[[], int]) -> int:
         end = "" if message.endswith("?") else "."
         return _fail(error, f"{message}{end} Try '{command} --help'.", ConfigError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

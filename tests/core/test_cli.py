@@ -143,3 +143,15 @@ def test_interrupt_exits_130(monkeypatch, capsys):
     monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
     assert cli._run(["import", "a", "b"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_run_that_was_stopped_by_ctrl_c_has_one_message(monkeypatch, capsys):
+    class StoppedError(InputError):
+        exit_code = 130
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise StoppedError("stopped at step 3 as asked")
+
+    monkeypatch.setattr(cli, "app", stopped)
+    assert cli._run(["train"]) == 130
+    assert capsys.readouterr().err == "error: stopped at step 3 as asked\n"
