@@ -27,7 +27,6 @@ from penjing.core.progress import Progress
 from penjing.core.work import check_kept
 from penjing.train.adapter.lora import AdapterConfig
 from penjing.train.families.base import Task, build_checkpoint_task
-from penjing.train.loop import InterruptedRunError
 from penjing.train.monitor.monitor import MonitorConfig
 from penjing.train.numerics.precision import PrecisionConfig
 from penjing.train.objective.objective import CrossEntropy
@@ -35,6 +34,7 @@ from penjing.train.optim.clip import ClipConfig
 from penjing.train.optim.optimizer import OptimizerConfig
 from penjing.train.optim.schedule import LearningRate
 from penjing.train.processes.devices import choose_device
+from penjing.train.processes.stop import InterruptedRunError
 from penjing.train.recipe.data import FashionData, SampleData, SightData, TextData
 from penjing.train.recipe.recipe import CheckpointConfig, EvaluationConfig, MemoryConfig, ObjectiveConfig, RunRecipe
 from penjing.train.run import train_task
@@ -169,7 +169,8 @@ def train_checkpoint(
                 progress=progress,
             )
         except InterruptedRunError as error:
-            raise InterruptedRunError(f"{str(error).partition(';')[0]}; the same command goes on from there") from None
+            error.args = (f"{str(error).partition(';')[0]}; the same command goes on from there",)
+            raise  # with the exit code of the signal
     with writing(partial):
         shutil.copytree(work / _TRAINED, partial, dirs_exist_ok=True)
     return {
