@@ -203,11 +203,13 @@ def duration(seconds: float) -> str:
 def error_console(**options: Any) -> Any:
     """A `rich.console.Console` on standard error, so that standard output stays machine-readable.
 
-    It shows text as it is: `[brackets]` of a path, a layer or a message are not markup, `:names:` no emoji.
+    It shows text as it is: `[brackets]` of a path, a layer or a message are not markup, `:names:` no emoji. Where a
+    file or another program reads it no row of a table is folded or cut.
     """
     from rich.console import Console
 
-    return Console(stderr=True, markup=False, emoji=False, **options)
+    width = None if sys.stderr.isatty() else _WIDEST
+    return Console(stderr=True, markup=False, emoji=False, width=width, **options)
 
 
 def print_table(values: dict[str, Any]) -> None:
@@ -219,10 +221,7 @@ def print_table(values: dict[str, Any]) -> None:
         table.add_column(overflow="fold")
     for key, value in _flatten(values):
         table.add_row(printable(key), f"{value:,.4g}" if isinstance(value, float) else printable(str(value)))
-    console = error_console()
-    if not console.is_terminal:  # a file or another program reads it: a line for each value
-        console.width = _WIDEST
-    console.print(table)
+    error_console().print(table)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

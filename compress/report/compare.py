@@ -5,7 +5,6 @@ Runs that measured the same quality stand beside each other; those of another on
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +43,6 @@ NOTE = (
     "Absolute times of different runs are not compared: the machine may have changed between them."
 )
 ANSWERS = ("run", "stage", "asked", "measure", "value", "lost")
-WIDTH = 160  # of the table where standard error is no terminal
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ def print_comparison(runs: Sequence[Run]) -> None:
     """A table on standard error for each group of runs."""
     from rich.table import Table
 
-    console = error_console(width=None if sys.stderr.isatty() else WIDTH)
+    console = error_console()
     for group in groups(runs).values():
         columns, rows = table(group)
         shown = Table(box=None, pad_edge=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +92,7 @@ def print_study(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console, estimate = error_console(width=None if sys.stderr.isatty() else 160), _estimate(result)
+    console, estimate = error_console(), _estimate(result)
     part, size = PARTS[result["kind"]]
     table = Table(box=None, pad_edge=False)
     table.add_column(part, overflow="fold", min_width=16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +165,7 @@ def print_roles(found: list[Assignment]) -> None:
     """Show the ten best as a table, and whether the best is one that penjing runs."""
     from rich.table import Table
 
-    console = error_console(width=None if sys.stderr.isatty() else 150)
+    console = error_console()
     table = Table("", "learning", "other roles", "settings")
     for header in ("learning s", "step s"):
         table.add_column(header, justify="right")
@@ -272,7 +271,7 @@ def print_placements(found: Found) -> None:
     """Show the ten best as a table, and what fell out and why."""
     from rich.table import Table
 
-    console = error_console(width=None if sys.stderr.isatty() else 150)
+    console = error_console()
     table = Table("", "pools, in the order of their processes", "settings", "what each does")
     table.add_column("step s", justify="right")
     for place, one in enumerate(found.placements[:10], 1):
@@ -304,7 +303,7 @@ def print_plan(plan: Plan, memory: str, device: str) -> None:
     """Show the ten best as a table, and what fell out and why."""
     from rich.table import Table
 
-    console = error_console(width=None if sys.stderr.isatty() else 150)
+    console = error_console()
     table = Table("", "mesh and settings")
     for header in ("step s", "tokens/s/GPU", "MFU", "GiB a rank", "bubble", "waiting for others"):
         table.add_column(header, justify="right")

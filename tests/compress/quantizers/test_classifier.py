@@ -69,6 +69,7 @@ def test_verify_runs_the_gate_again(artifact: Path, capsys: pytest.CaptureFixtur
     print_verification(result)
     said = capsys.readouterr().err
     assert "intact and within its bound" in said
+    assert ONNX_RUNTIME_DEFAULT in said  # whole, also where 80 columns are too few
     (judged,) = [line for line in said.splitlines() if "≤" in line]
     assert f" {ONNX_RUNTIME} " in judged
     assert judged.rstrip().endswith(f"largest ≤ {result['bound']:g}")
