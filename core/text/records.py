@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,8 @@ TEXT_FIELDS = ("text", "content", "messages")
 LONGEST_LINE = 256 << 20  # bytes
 MOST_BAD_LINES = 0.01  # of a text: with more it is no UTF-8 text at all
 _ROWS = 256  # of a table at once
+_MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields, in an error
+_JSON = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
 _UNPACKED = (
     50  # a longer compressed text than LONGEST_LINE is read up to so many times its size: text packs 3 to 10 times
 )
@@ -272,12 +275,15 @@ def _json_lines(file: AnyFile, name: str, column: str | None) -> Iterator[Record
         except (ValueError, RecursionError) as error:
             yield Damage(where, f"not JSON ({error})")
             continue
-        yield _of_values(values if isinstance(values, dict) else {}, where, column)
+        if isinstance(values, dict):
+            yield _of_values(values, where, column)
+        else:
+            yield Damage(where, f"an object is needed (this is {_JSON[type(values)]})")
 
 
 def _of_values(values: Mapping[str, Any], where: str, column: str | None) -> Record | Damage:
     if column is not None and column not in values:
-        return Damage(where, f"has no field {column!r}, only {_names(values)}")
+        return Damage(where, f"has no field {column!r} (it has {field_names(values)})")
     for key in (column,) if column is not None else TEXT_FIELDS:
         value = values.get(key)
         if isinstance(value, str) or (key == "messages" and key in values):
@@ -287,12 +293,15 @@ def _of_values(values: Mapping[str, Any], where: str, column: str | None) -> Rec
             return Record(where, value, fields=fields) if isinstance(value, str) else Record(where, None, value, fields)
     if column is not None:
         return Damage(where, f"the field {column!r} holds no text but {type(values[column]).__name__}")
-    return Damage(where, f'an object with "text" or "messages" is needed, not one with {_names(values)}')
+    return Damage(where, f'an object with "text" or "messages" is needed (this has {field_names(values)})')
 
 
-def _names(values: Mapping[str, Any]) -> str:
-    """Its fields, not what they hold: of a value that was cut off curation would not find the personal data."""
-    return ", ".join(map(repr, values)) or "none"
+def field_names(values: Mapping[str, Any]) -> str:
+    """What the fields are called, for an error; not what they hold, and no long name cut off: of a part curation would
+    not find the personal data."""
+    names = [repr(name) if len(name) <= _LONGEST_NAME else "a long name" for name in islice(values, _MOST_NAMES)]
+    more = f" and {len(values) - _MOST_NAMES:,} more" if len(values) > _MOST_NAMES else ""
+    return (", ".join(names) or "no fields") + more
 
 
 def _wrong(text: str) -> str | None:

@@ -278,9 +278,13 @@ def test_many_reasons_make_a_short_summary(tmp_path: Path) -> None:
     for number in range(30):
         (folder / f"{number}.jsonl.gz").write_bytes(b"no gzip")
     write_lines(folder / "good.jsonl", [prose(1)])
+    # Fields may be as many as lines, and people: they are no reasons of their own.
+    lines = "".join(json.dumps({f"{number}@firm.org": 1}) + "\n" for number in range(40))
+    (folder / "odd.jsonl").write_text(lines)
     made = recipe(tmp_path, folder, most_damaged=0.99)
     report = curate_recipe(made, "test")
-    assert report.reasons == {"cannot be read": 30}
+    needed = 'an object with "text" or "messages" is needed'
+    assert report.reasons == {needed: 40, "cannot be read": 30}
     many = report.model_copy(update={"reasons": {f"reason {number}": 1 for number in range(9)}})
     assert many.summary().endswith("reason 4: 1 and 4 more reasons)")
 

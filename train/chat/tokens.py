@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import ConfigError
 from penjing.core.text.chat import ChatTemplate
+from penjing.core.text.records import field_names
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.chat.rows import Row, RowError
 
@@ -87,7 +88,7 @@ class ChatTokens:
             if isinstance(prompt, list) and isinstance(completion, list):
                 return self._conversation([*prompt, *completion], row.get("tools"), "last")
             raise RowError("prompt and completion must both be texts, or both lists of messages")
-        raise RowError(f'"messages", or "prompt" and "completion" are needed, not {_names(row)}')
+        raise RowError(f'"messages", or "prompt" and "completion" are needed, not {field_names(row)}')
 
     def pair(self, row: Row) -> Pair:
         """The tokens of a row with `prompt`, `chosen` and `rejected` (texts, or lists of messages), or with the last
@@ -245,7 +246,3 @@ def _check_roles(messages: Any, *, answered: bool) -> None:
         raise RowError(f"the last turn is of the role {roles[-1]!r}, and nobody answers it")
     if not answered and roles[-1] not in ("user", "tool"):
         raise RowError(f"a prompt ends with a turn of the user, not of the role {roles[-1]!r}")
-
-
-def _names(row: Row) -> str:
-    return ", ".join(map(repr, row)) or "nothing"

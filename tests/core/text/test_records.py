@@ -87,12 +87,23 @@ def test_a_damaged_line_costs_itself_alone(tmp_path: Path, line: bytes, reason: 
 
 
 def test_what_a_line_without_a_text_holds_is_not_told(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.jsonl", b'{"name": "Somebody with a name of many letters", "mail": "jane@firm.org"}\n[1]\n'
-    )
+    lines: list[object] = [
+        {"name": "Somebody with a name of many letters", "mail": "jane@firm.org"},
+        {"jane" * 20 + "@firm.org": 1, "a": 2},
+        {f"{number}": number for number in range(100_000)},
+        {},
+        [1],
+        None,
+    ]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)).encode())
+    wanted = 'an object with "text" or "messages" is needed (this has'
     assert [each.reason for each in read_records(path, "a") if isinstance(each, Damage)] == [
-        "an object with \"text\" or \"messages\" is needed, not one with 'name', 'mail'",
-        'an object with "text" or "messages" is needed, not one with none',
+        f"{wanted} 'name', 'mail')",
+        f"{wanted} a long name, 'a')",
+        f"{wanted} '0', '1', '2', '3', '4', '5', '6', '7' and 99,992 more)",
+        f"{wanted} no fields)",
+        "an object is needed (this is a list)",
+        "an object is needed (this is null)",
     ]
 
 
@@ -122,7 +133,7 @@ def test_the_column_can_be_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"body": "one", "text": "no"}\n{"text": "two"}\n')
     record, damage = read_records(path, "a", "body")
     assert record == Record("a, line 1", "one", fields={"text": "no"})
-    assert damage == Damage("a, line 2", "has no field 'body', only 'text'")
+    assert damage == Damage("a, line 2", "has no field 'body' (it has 'text')")
 
 
 def test_tables_give_the_same_documents(tmp_path: Path) -> None:
