@@ -114,6 +114,24 @@ class WorkFolder(Tasks):
         self._lock = -1
 
     def __enter__(self) -> WorkFolder:
+        while not self._held():
+            os.close(self._lock)
+        key_file = self.path / KEY_FILE
+        if not key_file.exists() or key_file.read_text() != self.key:
+            for entry in self.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            atomic_write_text(key_file, self.key)
+        return self
+
+    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+        try:
+            if self.path.is_dir() and [entry.name for entry in self.path.iterdir()] == [KEY_FILE]:
+                self.remove()  # nothing was done that a later run could go on with
+        finally:
+            os.close(self._lock)
+
+    def _held(self) -> bool:
+        """Whether the folder that is locked now is still the one of this name: who held it may have removed it."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -124,17 +142,10 @@ class WorkFolder(Tasks):
             raise SetupError(
                 f"another process is working in {self.path}; wait for it, or choose another output"
             ) from None
-        key_file = self.path / KEY_FILE
-        if not key_file.exists() or key_file.read_text() != self.key:
-            for entry in self.path.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            atomic_write_text(key_file, self.key)
-        return self
-
-    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
-        if self.path.is_dir() and [entry.name for entry in self.path.iterdir()] == [KEY_FILE]:
-            self.remove()  # nothing was done that a later run could go on with
-        os.close(self._lock)
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def remove(self) -> None:
         """Delete the folder: the run is published."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,20 @@ def test_a_run_that_did_nothing_leaves_no_folder(tmp_path: Path) -> None:
     with WorkFolder(tmp_path / "out", "key") as work:
         work.run("first", dict)
     assert work.path.is_dir()
+
+
+def test_a_folder_that_its_holder_removes_while_it_is_opened_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def removed_meanwhile(path: Path, flags: int) -> int:
+        monkeypatch.undo()
+        lock = opened(path, flags)
+        path.rmdir()
+        return lock
+
+    monkeypatch.setattr("penjing.core.work.os.open", removed_meanwhile)
+    with WorkFolder(tmp_path / "out", "key") as work:
+        assert work.run("first", lambda: {"value": 1}).result == {"value": 1}
+        assert work.record("first") is not None
