@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
-from penjing.kernels.step_layers import AnyLinear, FloatLinear, LayerWeights
+from penjing.kernels.step_layers import AnyLinear, FloatLinear, Int8Table, LayerWeights
 
 PAGE = 16  # tokens of a page of keys and values, as the engine's are by default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,18 +38,8 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
     config, backbone = model.config, model.model
     layers = [_layer_weights(config, index, layer) for index, layer in enumerate(backbone.layers)]
     embedding = backbone.embed_tokens
-    extension = cpu_extension()
-    assert extension is not None  # why_not_fused() has looked
-    return DecoderStep(
-        extension,
-        layers,
-        embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight,
-        backbone.norm.weight,
-        _linear(model.lm_head),
-        inverse_frequency_F=backbone.inverse_frequency,
-        logit_cap=config.logit_cap,
-        **_sizes(config),
-    )
+    table = embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight
+    return _step(config, layers, table, backbone.norm.weight, _linear(model.lm_head), backbone.inverse_frequency)
 
 
 def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callable[[Tensor], Tensor] | None:
@@ -59,20 +48,12 @@ def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callab
     Returns:
         What W sequences of T tokens leave the layer with, given what they enter it with: (W, T, E) float32 both.
     """
-    extension = cpu_extension()
-    if extension is None or _unsupported(layer) is not None:
+    if cpu_extension() is None or _unsupported(layer) is not None:
         return None
     # Tokens beyond the vocabulary enter as they are given; the head's one logit is not looked at.
     one_1E = torch.zeros(1, config.hidden_size)
-    step = DecoderStep(
-        extension,
-        [_layer_weights(config, index, layer)],
-        one_1E,
-        None,
-        FloatLinear(one_1E),
-        inverse_frequency_F=inverse_frequencies(config),
-        **_sizes(config),
-    )
+    weights = _layer_weights(config, index, layer)
+    step = _step(config, [weights], one_1E, None, FloatLinear(one_1E), inverse_frequencies(config))
     step.keep_hidden()
 
     def run(hidden_WTE: Tensor) -> Tensor:
@@ -97,16 +78,32 @@ def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callab
     return run
 
 
-def _sizes(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "eps": config.rms_norm_eps,
-        "max_positions": config.max_position_embeddings,
-        "rotary_scale": yarn_magnitudes(config.rope_scaling)[0],
-        "attention_cap": config.attention_cap,
-    }
+def _step(
+    config: DecoderConfig,
+    layers: list[LayerWeights],
+    embedding: Tensor | Int8Table,
+    final_norm: Tensor | None,
+    head: AnyLinear,
+    inverse_frequency: Tensor,
+) -> DecoderStep:
+    extension = cpu_extension()
+    assert extension is not None  # the callers have looked
+    return DecoderStep(
+        extension,
+        layers,
+        embedding,
+        final_norm,
+        head,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        inverse_frequency_F=inverse_frequency,
+        max_positions=config.max_position_embeddings,
+        rotary_scale=yarn_magnitudes(config.rope_scaling)[0],
+        attention_cap=config.attention_cap,
+        logit_cap=config.logit_cap,
+    )
 
 
 def why_not_fused(model: Decoder) -> str | None:
