@@ -133,7 +133,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(monkeypatch: pytest.MonkeyPatc
     [
         (
             {"attention_budget": 7},
-            "--set: .*budget=7 is not a multiple of attention_block=16; take 16",
+            "--set: .*budget=7 is not a multiple of attention_block=16; take 16$",
         ),
         ({"attention_window": 64, "attention_budget": 64}, "--set: .*attention_budget=64 is below attention_window=64"),
         ({"tensor_parallel": 2}, "--set: .*tensor_parallel=2 does not go with attention=window"),

@@ -160,7 +160,7 @@ def test_summaries_count_as_memory_of_the_cache() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"attention_window": 512, "attention_budget": 256}, "attention_budget=256 is below attention_window=512"),
     ({"attention_window": 40}, "attention_window=40 is not a multiple of attention_block=16; take 32 or 48"),
-    ({"attention_sink": 8}, "attention_sink=8 is not a multiple of attention_block=16; take 16"),
+    ({"attention_sink": 8}, "attention_sink=8 is not a multiple of attention_block=16; take 16$"),
     ({"attention_block": 64, "attention_window": 64, "attention_sink": 0, "block_size": 16}, "block_size=16"),
     ({"attention_block": 24}, "attention_block"),
     ({"attention": "window"}, "attention"),
