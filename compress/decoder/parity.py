@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ BETWEEN = (FAKE_QUANTIZED, INT8_RUNTIME)
 # Dynamic quantization is chaotic end to end, so the gate is on what each layer does with the same input.
 BOUND = Bound(between=BETWEEN, quantity=LAYER_OUTPUTS, statistic="mean", value=0.05)
 HINT = "see 'penjing info' for the kernels that run here"
+LEAST_ADDED = 1e-3  # of a hidden state's size: of what adds less, float32 leaves few digits in the sum
 
 
 @torch.no_grad()
@@ -80,11 +81,10 @@ def measure(folder: Path, progress: Progress | None = None, bound: Bound = BOUND
     }
     gaps = torch.cat([(one - other).abs().flatten() for one, other in zip(fake_logits, runtime_logits, strict=True)])
     differences = (
-        tensor_difference(BETWEEN, LAYER_OUTPUTS, torch.cat(layers.gaps)),
+        judge_layers(layers.gaps, bound, HINT),
         tensor_difference(BETWEEN, LOGITS, gaps),
         logprob_difference(BETWEEN, answers[FAKE_QUANTIZED], answers[INT8_RUNTIME]),
     )
-    gate(differences, bound, HINT)
     return Parity(
         family="decoder",
         inputs=prompts_to_record(prompts),
@@ -115,6 +115,26 @@ def tensor_difference(between: tuple[str, str], quantity: str, gaps: Tensor) -> 
     return measured(between, quantity, gaps.numel(), float(gaps.max()), float(gaps.mean()))
 
 
+def relative_gaps(before: Tensor, after: Tensor, found: Tensor) -> Tensor:
+    """How far a layer's output `found` is from `after`, relative to what the layer adds to its input, `before`; each
+    (…, T, E) float32."""
+    size, added = (x.square().mean(dim=-1, keepdim=True).sqrt() for x in (after, after - before))
+    return (found - after).abs() / torch.maximum(added, LEAST_ADDED * size)
+
+
+def judge_layers(gaps: Sequence[Tensor], bound: Bound, hint: str) -> Difference:
+    """The difference of all layers' outputs, whose `gaps` are given for each layer.
+
+    Each layer is held to the bound by itself: in the mean of thirty one that is wrong would not show.
+
+    Raises:
+        InputError: a layer is beyond the bound, or there is NaN.
+    """
+    for number, each in enumerate(gaps):
+        gate([tensor_difference(bound.between, LAYER_OUTPUTS, each)], bound, f"in layer {number}; {hint}")
+    return tensor_difference(bound.between, LAYER_OUTPUTS, torch.cat(list(gaps)))
+
+
 def greedy_answer(logits_RV: Tensor) -> Answer:
     """The greedy choice at each of R positions of (R, V) float32 logits."""
     best = logits_RV.log_softmax(dim=-1).max(dim=-1)
@@ -135,8 +155,7 @@ class _LayerGaps:
             runtime_WTE = fused(before_WTE)
         else:
             self._stream.run(stored, runtime_WTE)
-        size_WT1 = after_WTE.square().mean(dim=-1, keepdim=True).sqrt()
-        self.gaps.append(((runtime_WTE - after_WTE).abs() / size_WT1).flatten())
+        self.gaps.append(relative_gaps(before_WTE, after_WTE, runtime_WTE).flatten())
 
 
 @torch.no_grad()

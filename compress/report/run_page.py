@@ -33,7 +33,7 @@ MEANINGS = {
 }
 """Kind of a stage → what was done."""
 PARITY = {
-    "decoder": "layer_outputs compares every layer, given the same input, relative to the token's root mean square. "
+    "decoder": "layer_outputs compares every layer, given the same input, relative to what it adds. "
     "End to end, one float32 rounding that differs turns into other INT8 roundings layer by layer, so logits agree "
     "about as far as INT8 itself.",
     "classifier": "Differences of logits are in units of how much they vary between images.",

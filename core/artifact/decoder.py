@@ -47,10 +47,11 @@ from penjing.kernels.int4_linear import FLOATING, ActivationBits
 QUANT_METHOD = "compressed-tensors"
 INT8_RUNTIME = "int8_runtime"
 LAYER_OUTPUTS, LOGITS, LOGPROBS = "layer_outputs", "logits", "logprobs"
-"""What is compared: the output of each layer when both get the same input, relative to the root mean square of the
-token's hidden state; the logits end to end; the log-probabilities of the continuation's tokens up to the first that
-differs. Dynamic quantization is chaotic: a difference of one float32 rounding turns into other INT8 roundings layer by
-layer, so two correct implementations agree closely in every layer and only about as far as INT8 itself end to end.
+"""What is compared: the output of each layer when both get the same input, relative to the root mean square of what it
+adds to the token's hidden state, and in exports that other programs load to that of the hidden state; the logits end to
+end; the log-probabilities of the continuation's tokens up to the first that differs. Dynamic quantization is chaotic: a
+difference of one float32 rounding turns into other INT8 roundings layer by layer, so two correct implementations agree
+closely in every layer and only about as far as INT8 itself end to end.
 """
 
 

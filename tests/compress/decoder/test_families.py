@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.run import run_recipe
@@ -17,6 +18,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime import fused
 from penjing.core.runtime.fused import fuse_decoder
@@ -67,18 +69,20 @@ def test_the_artifact_answers_nearly_as_the_model(
 
 
 @needs_extension
+@pytest.mark.parametrize("of", [None, 5], ids=["every layer", "one of twelve"])
 def test_a_fused_step_that_computes_something_else_is_refused(
-    tmp_path: Path, make_tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, of: int | None
 ) -> None:
     laid_out = fused._layer_weights
 
-    def wrong(*layer: Any) -> LayerWeights:
-        return replace(laid_out(*layer), activation="gelu_tanh")
+    def wrong(config: DecoderConfig, index: int, layer: nn.Module) -> LayerWeights:
+        right = laid_out(config, index, layer)
+        return right if of not in (None, index) else replace(right, activation="gelu_tanh")
 
     monkeypatch.setattr(fused, "_layer_weights", wrong)
-    recipe = write_recipe(tmp_path, make_tiny_checkpoint(), tmp_path / "out")
-    with pytest.raises(InputError, match="differ"):
-        run_recipe(recipe, [UNROTATED])
+    checkpoint = make_tiny_checkpoint(num_hidden_layers=12 if of else 2)
+    with pytest.raises(InputError, match=rf"differs from.*in layer {of or 0}"):
+        run_recipe(write_recipe(tmp_path, checkpoint, tmp_path / "out"), [UNROTATED])
     assert not (tmp_path / "out").exists()
 
 
