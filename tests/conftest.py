@@ -25,7 +25,11 @@ from penjing.core.imports.importer import import_model
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
-from tests.exporter import one_table_of_translators  # noqa: F401  # a fixture for all
+from tests.exporter import (  # noqa: F401  # fixtures for all
+    one_table_of_translators,
+    one_trace_of_own_networks,
+    types_promoted_where_they_differ,
+)
 
 # Read when the Triton language is first imported: its kernels run in the interpreter where there is no GPU.
 if not torch.cuda.is_available():

@@ -1,11 +1,21 @@
-"""torch's exporter to ONNX in tests: the conftest of all has the fixture."""
+"""torch's exporters in tests: what they make again and again is made once. The conftest of all has the fixtures."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
+from torch.fx import Interpreter, Node
 from torch.onnx._internal.exporter._registration import ONNXRegistry
+from torch.onnx._internal.fx.passes import type_promotion
+from torch.utils import _pytree as pytree
+
+from penjing.compress.graph import own
+from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,4 +34,53 @@ def one_table_of_translators() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def types_promoted_where_they_differ() -> Iterator[None]:
+    """torch's exporter runs a whole graph on fake tensors to find where types differ: a third of a translation.
+    Here a node's known result is taken unless something before it was promoted."""
+    run_node = type_promotion._TypePromotionInterpreter.run_node
+
+    def run_what_changed(self: Any, n: Node) -> Any:
+        changed = self.__dict__.setdefault("_changed", set())
+        if n.op == "call_function" and "val" in n.meta and changed.isdisjoint(n.all_input_nodes):
+            before = n.args, n.kwargs, n.target
+            if rule := type_promotion.get_type_promotion_rule(n, self.type_promotion_table):
+                with self._set_current_node(n):
+                    self._maybe_promote_node(n, rule)
+            if (n.args, n.kwargs, n.target) == before:
+                return n.meta["val"]
+            changed.add(n)
+            return Interpreter.run_node(self, n)
+        if n.op == "call_function":
+            changed.add(n)
+        return run_node(self, n)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type_promotion._TypePromotionInterpreter, "run_node", run_what_changed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_trace_of_own_networks() -> Iterator[None]:
+    """A network of penjing's own is traced once for each config: others of that config are the same graph with weights
+    of their own."""
+    trace, traced = own.from_torch, dict[str, Network]()
+
+    def traced_once(model: nn.Module, *example: Any, **options: Any) -> Network:
+        weights = tensors_of(model)
+        config = getattr(model, "config", None) or model.towers.config  # type: ignore[union-attr]
+        shapes = pytree.tree_map_only(Tensor, lambda each: (each.shape, each.dtype), (weights, example, options))
+        key = repr((type(model), config, shapes))
+        if key not in traced:
+            traced[key] = trace(model, *example, **options)
+        network, root = traced[key], nn.Module()
+        for name, constant in tensors_of(network.module).items():
+            set_tensor(root, name, weights.get(name, constant))
+        return replace(network, module=GraphModule(root, copy.deepcopy(network.module.graph)).eval())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, "from_torch", traced_once)
         yield
