@@ -35,7 +35,19 @@ class Verdict:
         return self.loss <= self.budget
 
     def __str__(self) -> str:
-        return f"{self.loss:.5g} {self.unit} (95 %: {self.low:.5g} … {self.high:.5g}), budget {self.budget:g}"
+        said, interval = loss_said(self.loss, self.low, self.high, self.unit)
+        return f"{said} (95 %: {interval}), budget {self.budget:g}"
+
+
+def loss_said(loss: float, low: float, high: float, unit: str) -> tuple[str, str]:
+    """A loss, and its interval, in words: what is lost, or where it is below 0 what is gained.
+
+    >>> loss_said(-4.5, -6.25, 1.0, "accuracy points lost")
+    ('4.5 accuracy points gained', '-1 … 6.25')
+    """
+    if loss < 0 and (what := unit.removesuffix(" lost")) != unit:
+        loss, low, high, unit = -loss, -high, -low, f"{what} gained"
+    return f"{loss:.5g} {unit}", f"{low:.5g} … {high:.5g}"
 
 
 def judge(before: Quality, after: Quality, guard: Guard, settings: EvaluateSettings) -> Verdict:

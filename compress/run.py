@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penjing.compress.families.base import family_at
-from penjing.compress.guard import decision, judge
+from penjing.compress.guard import decision, judge, loss_said
 from penjing.compress.outcome import answered_stages, measured_stages, report_of, write_reports
 from penjing.compress.plan import Planned, milder, plan, stretches
 from penjing.compress.preflight import check_fit, input_hashes, preflight
@@ -236,7 +236,8 @@ def _said(result: Result) -> str:
 def _decision_line(entry: dict[str, Any]) -> str:
     """What a decision says on the terminal."""
     then = f": {entry['prunes']} → {entry['prunes_next']}" if entry["prunes_next"] else ""
+    said, interval = loss_said(entry["loss"], entry["loss_low"], entry["loss_high"], entry["unit"])
     return (
-        f"guard after {entry['steps'][-1]}, attempt {entry['attempt']}: {entry['loss']:.5g} {entry['unit']} "
-        f"({entry['loss_low']:.5g} … {entry['loss_high']:.5g}), budget {entry['budget']:g} → {entry['outcome']}{then}"
+        f"guard after {entry['steps'][-1]}, attempt {entry['attempt']}: {said} ({interval}), "
+        f"budget {entry['budget']:g} → {entry['outcome']}{then}"
     )

@@ -28,7 +28,7 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
         check_shares(data.batch_size, shares, processes)
         if isinstance(data.micro_batch, int):
             Cut(data.batch_size, shares, data.micro_batch).check()
-        if recipe.parallel.pp > 1 and not recipe.parallel.balance:  # which chooses its own micro-batches as it goes on
+        if recipe.parallel.pp > 1:
             _check_schedule(recipe, shares)
         if recipe.parallel.shares == "auto" and shares > 1:
             _check_granularity(recipe, shares)
@@ -68,15 +68,24 @@ def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
 
 
 def _check_schedule(recipe: RunRecipe, shares: int) -> None:
-    """Refuse a number of micro-batches that the pipeline's schedule cannot run.
+    """Refuse a number of micro-batches that the pipeline's schedule cannot run, or that does not make a step.
 
     Raises:
-        ConfigError: gives the schedule's reason.
+        ConfigError: gives the schedule's reason, or the numbers that make one.
     """
     data, parallel = recipe.data, recipe.parallel
     size = data.micro_batch or parallel.default_micro_batch(data.batch_size // shares)
     assert isinstance(size, int), "check_recipe refuses auto"
-    num = parallel.micro_batches or Cut(data.batch_size, shares, size).accumulation
+    whole = Cut(data.batch_size, shares, size).accumulation
+    num = parallel.micro_batches or whole
+    if whole % num:
+        fitting = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)
+        raise ConfigError(
+            f"parallel.micro_batches={num} does not divide the {whole} micro-batches of data.micro_batch={size} that a "
+            f"step has; take one of {fitting}, or change data.micro_batch or data.batch_size"
+        )
+    if parallel.balance:  # which chooses its own micro-batches as it goes on
+        return
     try:
         pipeline_order(parallel.schedule, parallel.pp, num)
     except ConfigError as error:

@@ -96,11 +96,15 @@ class AttentionRelations:
     The projections (before the rotation) are cut into `heads` relation heads; a token's relations are the softmax of
     its scaled products with the tokens that it may see. The loss is KL(teacher ‖ student), the mean over heads and the
     three kinds, summed over the counted tokens. MiniLMv2, https://arxiv.org/abs/2012.15828, with a causal mask.
+
+    Attributes:
+        window: tokens that a query sees where a last layer slides, itself included; of two windows the smaller.
     """
 
     student: tuple[str, ...]
     teacher: tuple[str, ...]
     heads: int
+    window: int | None = None
     name: str = "relations"
 
     @staticmethod
@@ -110,11 +114,12 @@ class AttentionRelations:
         Raises:
             ConfigError: not both have plain attention, or `heads` does not divide a width.
         """
-        widths: list[int] = []
+        widths, windows = list[int](), list[int]()
         for config in (student, teacher):
             if not isinstance(config, DecoderConfig) or config.latent_attention is not None:
                 raise ConfigError("weights.relations is for decoders with plain attention; set it to 0")
             widths += [config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim]
+            windows += filter(None, [config.layer_window(config.num_hidden_layers - 1)])
         common = gcd(*widths)
         if heads is None:
             assert isinstance(teacher, DecoderConfig)
@@ -124,13 +129,15 @@ class AttentionRelations:
             raise ConfigError(
                 f"relation_heads={heads} does not divide all of {sorted(set(widths))}; take a divisor of {common}"
             )
-        return AttentionRelations(_projections(student), _projections(teacher), heads)
+        return AttentionRelations(_projections(student), _projections(teacher), heads, min(windows, default=None))
 
     def loss(self, model: nn.Module, seen: Sequence[Tensor], taught: Sequence[Tensor], batch: Batch) -> Tensor:
         """See `Matcher`."""
         targets = batch["targets"]
         length = targets.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool, device=targets.device).tril()
+        if self.window is not None:
+            visible = visible.triu(1 - self.window)
         if "documents" in batch:
             documents = batch["documents"]
             visible = visible & (documents[..., :, None] == documents[..., None, :])[..., None, :, :]

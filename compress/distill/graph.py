@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +29,11 @@ from penjing.train.objective.cross_entropy import cross_entropy_sum
 from penjing.train.objective.objective import IGNORED, Batch, Loss, TaskObjective
 from penjing.train.objective.outputs import REAL, Classes, inputs_of
 from penjing.train.processes.devices import choose_device
+from penjing.train.processes.world import World
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe
+
+_MEASURED = 64  # samples that say how large the teacher's results are
 
 
 def _known_loss(value: str) -> str:
@@ -80,6 +84,8 @@ class FromTeacher:
         keeps: the model learns in evaluation mode, with the statistics of batch norms that it has.
         mix: in training, floating inputs are mixed with those of another sample of the batch, whose share is anything
             up to this.
+        scales: of each of the teacher's results the mean square, which squared errors are relative to; empty where
+            none are taken. Measured once, and not of each batch, so that the loss is the same in any micro-batches.
     """
 
     teacher: nn.Module
@@ -90,6 +96,7 @@ class FromTeacher:
     outputs: int
     mix: float = 0.0
     keeps: bool = False
+    scales: tuple[float, ...] = ()
 
     def count(self, batch: Batch) -> int:
         """See `Objective`: every sample that is not there to fill up a batch."""
@@ -120,8 +127,8 @@ class FromTeacher:
             value = cross_entropy_sum(ours[0], batch["targets"], ignored=IGNORED, label_smoothing=self._smoothing)
             parts["cross_entropy"] = (self.weights.cross_entropy, value)
         if self.weights.hidden:
-            pairs = zip(seen[self.outputs :], taught[self.outputs :], strict=True)
-            value = torch.stack([_summed(squared_errors(one, other), real) for one, other in pairs]).mean()
+            three = zip(seen[self.outputs :], taught[self.outputs :], self.scales[self.outputs :], strict=True)
+            value = torch.stack([_summed(squared_errors(*each), real) for each in three]).mean()
             parts["hidden"] = (self.weights.hidden, value)
         metrics = {name: value.detach() for name, (_, value) in parts.items()}
         if ours[0].ndim == 2 and ours[0].shape[1] > 1:
@@ -145,9 +152,14 @@ class FromTeacher:
                     "it has to give a tensor with one for each"
                 )
             return "own", _summed(losses, real)
-        measure = squared_errors if self.loss == "mse" else cosine_distances
-        pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one.is_floating_point()]
-        return str(self.loss), torch.stack([_summed(measure(one, other), real) for one, other in pairs]).mean()
+        compared = [place for place, one in enumerate(ours) if one.is_floating_point()]
+        losses = [
+            squared_errors(ours[place], theirs[place], self.scales[place])
+            if self.loss == "mse"
+            else cosine_distances(ours[place], theirs[place])
+            for place in compared
+        ]
+        return str(self.loss), torch.stack([_summed(each, real) for each in losses]).mean()
 
     def evaluation(self) -> TaskObjective:
         """Cross-entropy where the samples have classes, else the outputs beside the teacher's, not softened."""
@@ -171,8 +183,8 @@ def _summed(losses: Tensor, real: Tensor) -> Tensor:
     return torch.where(real, losses, 0.0).sum()  # not losses[real]: shapes without data cannot be indexed so
 
 
-def squared_errors(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Of each sample the squared error over all its numbers, relative to the mean square of the teacher's batch, (B,).
+def squared_errors(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
+    """Of each sample the mean squared error of its numbers, relative to `scale`, (B,).
 
     Raises:
         InputError: of other shapes.
@@ -181,8 +193,7 @@ def squared_errors(ours: Tensor, theirs: Tensor) -> Tensor:
         raise InputError(
             f"student and teacher give {tuple(ours.shape)} and {tuple(theirs.shape)} there; compare what has one shape"
         )
-    scale = theirs.to(torch.float32).square().mean().clamp(min=1e-12)
-    return (ours - theirs).to(torch.float32).square().flatten(1).mean(1) / scale
+    return (ours - theirs).to(torch.float32).square().flatten(1).mean(1) / max(scale, 1e-12)
 
 
 def cosine_distances(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -263,7 +274,22 @@ def from_teacher(
     Precision(model, PrecisionConfig(mode=recipe.precision.mode), device)
     classes = task.objective if task.labelled else None
     assert classes is None or isinstance(classes, Classes)
-    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), mix, keeps)
+    scales = mean_squares(model, task, device) if chosen == "mse" or features else ()
+    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), mix, keeps, scales)
+
+
+@torch.no_grad()
+def mean_squares(teacher: nn.Module, task: GraphTraining, device: torch.device) -> tuple[float, ...]:
+    """The mean square of each of the teacher's results over the first samples of training, taken one at a time, as
+    memory may hold no more."""
+    found = [
+        [
+            result.to(torch.float64).square().mean()
+            for result in teacher(*(each.to(device) for each in inputs_of(batch)))
+        ]
+        for batch in islice(task.stream(1, World()), _MEASURED)
+    ]
+    return tuple(torch.tensor(found, dtype=torch.float64).mean(0).tolist())
 
 
 def _said(config: Any) -> str:

@@ -45,15 +45,18 @@ def add_adapter(port: int, text: str) -> None:
     is replaced.
 
     Raises:
-        ConfigError: a wrong name, no such model, an adapter of another kind than LoRA.
+        ConfigError: no folder, a wrong name, no such model, an adapter of another kind than LoRA.
         InputError: a folder that is missing, damaged, pickled, or of another network.
         SetupError: nothing runs, it takes no adapters now, or another change is under way.
         ServerError: it was refused; those that run are untouched.
     """
-    said = text.partition("=")[0]
+    said, _, given = text.partition("=")
+    if not said or not given:
+        example = f"{said or 'alice'}=build/{said.rpartition(':')[2] or 'alice'}"
+        raise ConfigError(f"{text!r} does not say which folder has which name; write NAME=FOLDER, such as {example}")
     models, adapter = _models(port, said)
     values: dict[str, Any] = {}
-    (setting,) = adapter_settings([f"{adapter}={text.partition('=')[2]}"], named=False)
+    (setting,) = adapter_settings([f"{adapter}={given}"], named=False)
     apply_override(values, setting)
     folder = parse_config(EngineConfig, values, f"--adapter {text}").adapters[adapter]
     for model in models:

@@ -301,3 +301,9 @@ def test_a_run_that_is_stopped_anywhere_ends_as_one_that_is_not(
 def test_a_small_rise_of_perplexity_can_be_read() -> None:
     verdict = Verdict(1.00214, 1.00082, 1.00347, 1.01, "times the perplexity")
     assert str(verdict) == "1.0021 times the perplexity (95 %: 1.0008 … 1.0035), budget 1.01"
+
+
+def test_what_got_better_is_a_gain() -> None:
+    verdict = Verdict(-4.6875, -9.375, 0.5, 1.0, "agreement points lost")
+    assert str(verdict) == "4.6875 agreement points gained (95 %: -0.5 … 9.375), budget 1"
+    assert str(Verdict(0.98, 0.97, 0.99, 1.01, "times the perplexity")).startswith("0.98 times the perplexity (")

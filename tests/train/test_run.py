@@ -20,6 +20,7 @@ from penjing.core.progress import Silent
 from penjing.serve.generate import generate_stream
 from penjing.serve.sampling.params import SamplingParams
 from penjing.train import run as run_module
+from penjing.train.data.stream import OrderedStream
 from penjing.train.families.base import build_task
 from penjing.train.monitor.alarms import AlarmError
 from penjing.train.numerics.compiled import compile_model
@@ -247,7 +248,9 @@ def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "out/config.json").read_text())["hidden_size"] == 40
 
 
-def test_a_run_goes_on_with_its_own_settings_or_says_which_are_others(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_settings_and_data_or_says_which_are_others(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(recipe)
     free = ["steps=9", "checkpoint.every=1", "monitor.every=2", "data.micro_batch=4", "memory.recompute=full"]
     others = ["optimizer.name=sgd", "model.rope_theta=500000.0", "model.rope_scaling={rope_type='linear', factor=2.0}"]
@@ -265,6 +268,11 @@ def test_a_run_goes_on_with_its_own_settings_or_says_which_are_others(recipe: Pa
     ]
     assert "--accept-changes" in str(error.value)
     train(recipe, free, resume="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(OrderedStream, "_content", "of other data")
+        with pytest.raises(InputError, match="the data are not those that the checkpoint was made with"):
+            train(recipe, free, resume="auto")
+        train(recipe, free, resume="auto", accept_changes=True)
     notes = Notes()
     changed = ["steps=10", "learning_rate.peak=0.002", "optimizer.name=sgd"]
     train(recipe, changed, resume="auto", accept_changes=True, progress=notes)

@@ -7,6 +7,7 @@ advantages see the whole batch, and the state that is saved is the same in every
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from penjing.train.align.prompts import Answer, Prompt, Sampled, answer_seed
 from penjing.train.align.rewards import Rewards
 from penjing.train.align.sampler import AnySampler
 from penjing.train.data.order import Order
+from penjing.train.data.stream import refuse_others
 from penjing.train.objective.actor_critic import valued_tokens
 from penjing.train.objective.objective import Batch
 from penjing.train.objective.policy import answer_tokens
@@ -102,6 +104,7 @@ class RolloutStream:
         self._prompts, self._data, self._algorithm, self._rewards = prompts, data, algorithm, rewards
         self._learner, self._decode, self._seed = learner, decode, seed
         self._micro_batch, self._world = micro_batch, world
+        self._content = hashlib.sha256(b"".join(prompt.key + b"\0" for prompt in prompts)).hexdigest()[:32]
         self._order = Order(len(prompts), data.batch_size, data.batch_size, 0, 1, seed)
         self._rollout: Rollout | None = None
         self._next: Future[Rollout] | None = None  # with `data.ahead`, what this process samples meanwhile
@@ -349,6 +352,7 @@ class RolloutStream:
         held = None if self._rollout is None else dict(self._rollout)
         return order | {
             "num_samples": order["num_samples"] * self._algorithm.updates,
+            "content": self._content,
             "rollout": held,
             "places": self._places.tolist(),
             "used": self._used,
@@ -356,7 +360,8 @@ class RolloutStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; see `Order`."""
+        """Go on from `state`; see `Order` and `refuse_others`."""
+        refuse_others(state, self._content)
         self._order.load_state_dict(state | {"num_samples": state["num_samples"] // self._algorithm.updates})
         self._rollout, self._gathered = _read(state["rollout"]), _read(state.get("next"))
         self._next = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -100,7 +102,13 @@ O_co = TypeVar("O_co", bound=SampleOrder, covariant=True)
 
 
 class OrderedStream(Generic[O_co]):
-    """The `Stream` of `samples` in `order`."""
+    """The `Stream` of `samples` in `order`.
+
+    Attributes:
+        num_compared: samples that tell other data of as many samples apart.
+    """
+
+    num_compared = 32
 
     def __init__(self, samples: Indexed, order: O_co) -> None:
         self.samples, self.order = samples, order
@@ -114,12 +122,29 @@ class OrderedStream(Generic[O_co]):
         return self.samples.batch(Draw(samples, self.order.real, random))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; see the order."""
-        return self.order.state_dict()
+        """The position, see the order, and what the data are."""
+        return self.order.state_dict() | {"content": self._content}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; see the order."""
+        """Go on from `state`; see the order. Older states do not say what the data were.
+
+        Raises:
+            InputError: as the order, or the data are others.
+        """
         self.order.load_state_dict(state)
+        refuse_others(state, self._content)
+
+    @cached_property
+    def _content(self) -> str:
+        """The hash of samples at equal distances as they are, of which the last moves with whatever comes before it
+        where texts are packed."""
+        found, total = hashlib.sha256(), len(self.samples)
+        for place in np.linspace(0, total - 1, min(self.num_compared, total)).round().astype(np.int64):
+            batch = self.samples.batch(Draw(np.array([place]), np.array([True])))
+            for name, tensor in sorted(batch.items()):
+                found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:32]
 
 
 def shuffled(
@@ -160,6 +185,19 @@ def draws(total: int, micro_batch: int, rank: int, world_size: int) -> Iterator[
         places = np.arange(begin, begin + micro_batch)
         real = places < total
         yield Draw(np.where(real, places, 0), real)
+
+
+def refuse_others(state: dict[str, Any], content: str) -> None:
+    """Refuse data whose hash is not the "content" of a `state`, if it has one: older ones do not say it.
+
+    Raises:
+        InputError: the data are others.
+    """
+    if state.get("content", content) != content:
+        raise InputError(
+            "the data are not those that the checkpoint was made with, though as many samples: set [data] and its "
+            "files as they were, go on with these by --accept-changes, or start a new run"
+        )
 
 
 def refuse_nonfinite(micro_batches: Sequence[Batch], step: int) -> None:

@@ -104,6 +104,8 @@ class ReadAhead(OrderedStream[Order]):
         length: tokens of a sample, which begins at `sample · length`.
     """
 
+    num_compared = 2  # each costs a block
+
     def __init__(self, samples: TokenSamples, shards: RemoteShards, length: int, order: Order, group: int) -> None:
         super().__init__(samples, order)
         self._shards, self._length, self._group = shards, length, group

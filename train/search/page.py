@@ -16,7 +16,7 @@ PAGE = """
 <p>{{ state.trials | length }} trials of <code>{{ state.base }}</code>, {{ "%.1f" | format(runs) }} whole runs of
 {{ last }} steps together. The best {{ state.metric }} is <strong>{{ "%.4f" | format(best) }}</strong>, with
 {% for key, value in winner.settings.items() %}<code>{{ key }} = {{ shown(value) }}</code>{{ ", " if not loop.last }}
-{% endfor %}; the recipe as it was has {{ told(0) }}.</p>
+{% endfor %}; the recipe as it was {{ told(0) }}.</p>
 {{ curves }}
 <div class="figures">{% for drawing in axes %}{{ drawing }}{% endfor %}</div>
 <div class="wide"><table><tr><th>trial</th>{% for key in winner.settings %}<th>{{ key }}</th>{% endfor %}
@@ -42,8 +42,11 @@ def search_page(state: SearchState) -> str:
         return -reached, sign * value if math.isfinite(value) else math.inf
 
     def told(number: int) -> str:
-        reached = _reached(state.trials[number])
-        return f"{state.trials[number].value(reached, state.metric):.4f} at step {reached}"
+        trial = state.trials[number]
+        reached = _reached(trial)
+        if math.isfinite(value := trial.value(reached, state.metric)):
+            return f"has {value:.4f} at step {reached}"
+        return "failed" if trial.reason else f"has no number at step {reached}" if reached else "was not evaluated"
 
     winner = state.trials[state.winner]
     keys = [key for key, value in winner.settings.items() if not isinstance(value, str | bool)]

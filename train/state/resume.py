@@ -36,7 +36,7 @@ def find_state(
     Args:
         resume: "never", "auto" (the newest intact one in `checkpoints`, if there is any) or a checkpoint's path.
         asked: the recipe before each "auto" in it became what suits the machine.
-        accept_changes: go on although settings have changed, which is noted.
+        accept_changes: go on although settings, which is noted, or the data have changed.
 
     Raises:
         InputError: what is to be resumed is missing or damaged.
@@ -60,6 +60,8 @@ def find_state(
         )
     if changes:
         note(f"goes on from step {step} with other settings: {'; '.join(changes)}")
+    if accept_changes:
+        tree["stream"].pop("content", None)  # other data are accepted too
     if any(change.startswith(("optimizer.name ", "optimizer.not_muon ")) for change in changes):
         note("what the optimiser before remembered is of no use to the new one, which starts without")
         tree["optimizer"] = {}

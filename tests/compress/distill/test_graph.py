@@ -136,37 +136,53 @@ def test_training_needs_samples(tmp_path: Path, photos: str) -> None:
         run_recipe(recipe)
 
 
-def test_the_objective_is_a_sum_over_real_samples() -> None:
+@pytest.mark.parametrize("loss", ["divergence", "mse"])
+@pytest.mark.parametrize("hidden", [0.0, 0.5])
+def test_the_objective_is_a_sum_over_real_samples(loss: str, hidden: float) -> None:
     teacher, student = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     rows = torch.randn(5, 3)
 
     class Tuple(torch.nn.Module):
+        """An output, and a feature."""
+
         def __init__(self, inner: torch.nn.Module) -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self.inner(x),)
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.inner(x)
+            return y, 10 * y.relu()
 
-    objective = FromTeacher(Tuple(teacher), None, "divergence", DistillWeights(), 1.0, 1)
+    objective = FromTeacher(Tuple(teacher), None, loss, DistillWeights(hidden=hidden), 1.0, 1, scales=(0.5, 20.0))
 
-    def loss(x: torch.Tensor, real: list[bool]) -> float:
+    def total(x: torch.Tensor, real: list[bool]) -> float:
         batch = {"input.0": x, "targets": torch.full((len(x),), -100), REAL: torch.tensor(real)}
         assert objective.count(batch) == sum(real)
         return float(objective(Tuple(student), batch).total.detach())
 
-    whole = loss(rows, [True] * 5)
+    whole = total(rows, [True] * 5)
     filled = torch.cat([rows[3:], torch.zeros(1, 3)])
-    assert loss(rows[:3], [True] * 3) + loss(filled, [True, True, False]) == pytest.approx(whole, rel=1e-5)
+    assert total(rows[:3], [True] * 3) + total(filled, [True, True, False]) == pytest.approx(whole, rel=1e-5)
     assert isinstance(FromTeacher(teacher, Classes(0.1), "mse", DistillWeights(), 1.0, 1).evaluation(), Classes)
 
 
 def test_distances_are_zero_for_equal_outputs() -> None:
     values = torch.randn(4, 3, 2)
-    torch.testing.assert_close(squared_errors(values, values), torch.zeros(4))
+    torch.testing.assert_close(squared_errors(values, values, 2.0), torch.zeros(4))
     torch.testing.assert_close(cosine_distances(values, 2 * values), torch.zeros(4), atol=1e-6, rtol=0)
     with pytest.raises(InputError, match="one shape"):
-        squared_errors(values, values[:, :2])
+        squared_errors(values, values[:, :2], 2.0)
+
+
+def test_the_loss_of_a_step_is_the_same_in_any_micro_batches(tmp_path: Path, photos: str) -> None:
+    teacher = network(tmp_path / "teacher", seed=7)
+    step = {"kind": "distill", "teacher": str(teacher), "steps": 1, "loss": "mse", "batch_norms": "keep"}
+    losses = list[float]()
+    for micro_batch in (8, 2):
+        out = run(tmp_path / str(micro_batch), photos, step | {"micro_batch": micro_batch}, labels=False)
+        record = json.loads((out / "report.json").read_text())["stages"][1]["record"]
+        losses.append(record["losses"]["first"]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_rebuilt_graph_has_its_own_tensors(tmp_path: Path) -> None:

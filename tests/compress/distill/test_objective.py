@@ -56,8 +56,10 @@ def tokens(rows: int, length: int, documents: bool = False) -> Batch:
     return batch
 
 
-def both() -> tuple[Decoder, Decoder, HiddenStates, AttentionRelations]:
-    (student, ours), (teacher, theirs) = network(0, 16, 2), network(1, 32, 4)
+def both(*windows: int | None) -> tuple[Decoder, Decoder, HiddenStates, AttentionRelations]:
+    """A student and its teacher; `windows`: of their layers."""
+    mine, other = ({"sliding_window": window} for window in windows or (None, None))
+    (student, ours), (teacher, theirs) = network(0, 16, 2, **mine), network(1, 32, 4, **other)
     hidden = HiddenStates(ours, theirs)
     student.add_module(PROJECTIONS, hidden.projections())
     return student, teacher, hidden, AttentionRelations.between(ours, theirs, None)
@@ -79,8 +81,11 @@ def test_logits_and_targets_are_the_usual_mixture() -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_hidden_states_and_relations_are_what_they_say(documents: bool) -> None:
-    student, teacher, hidden, relations = both()
+@pytest.mark.parametrize(("windows", "seen_at_most"), [((None, None), 8), ((3, 3), 3), ((None, 2), 2), ((2, 4), 2)])
+def test_hidden_states_and_relations_are_what_they_say(
+    documents: bool, windows: tuple[int | None, int | None], seen_at_most: int
+) -> None:
+    student, teacher, hidden, relations = both(*windows)
     batch = tokens(3, 8, documents)
     answers = Teacher(teacher, "tokens", CPU, names=(*hidden.teacher, *relations.teacher))
     weights = DistillWeights(logits=0.0, hidden=1.0, relations=1.0)
@@ -98,7 +103,7 @@ def test_hidden_states_and_relations_are_what_they_say(documents: bool) -> None:
             h, t = seen[mine][row, place].double(), taught[other][row, place].double()
             projected = student.get_parameter(f"{PROJECTIONS}.{index}.weight").detach().double() @ h
             states += ((projected - t).norm() / t.norm()).item() ** 2 / 2
-        first = 4 if documents and place >= 4 else 0
+        first = max(4 if documents and place >= 4 else 0, place + 1 - seen_at_most)
         for mine, other in zip(relations.student, relations.teacher, strict=True):
             for head in range(relations.heads):
                 rows = []

@@ -67,6 +67,14 @@ def test_requests_choose_adapters_by_name(tiny_checkpoint: Path, adapters: dict[
             client.generate("a", lora_name="eve")
 
 
+@pytest.mark.parametrize(
+    ("text", "example"), [("one:carol", "one:carol=build/carol"), ("carol=", "carol=build/carol"), ("=x", "alice=")]
+)
+def test_an_adapter_to_add_has_a_name_and_a_folder(text: str, example: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{text}' does not say .*; write NAME=FOLDER, such as {example}"):
+        add_adapter(1, text)
+
+
 @pytest.mark.server
 @pytest.mark.xdist_group("front")
 def test_adapters_come_and_go_and_a_restart_keeps_them(

@@ -193,8 +193,10 @@ def test_prefetching_changes_neither_batches_nor_state(tmp_path: Path) -> None:
 
 def test_an_error_of_the_reader_reaches_the_loop(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "x", list(range(100)))
+    stream = shuffled(TokenRows(TokenShards(folder, "train"), 4), batch_size=24, micro_batch=24)
+    ahead = Prefetched(stream, depth=2)
     (folder / "train-00003.bin").write_bytes(b"\xff" * 14)
-    ahead = Prefetched(shuffled(TokenRows(TokenShards(folder, "train"), 4), batch_size=24, micro_batch=24), depth=2)
+    stream.samples = TokenRows(TokenShards(folder, "train"), 4)
     with pytest.raises(InputError, match="a shard is damaged"):
         next(ahead)
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels, TensorSpec
 from penjing.train.chat.packed import pack_rows
 from penjing.train.chat.preferences import Pairs
@@ -22,8 +23,9 @@ from penjing.train.data.chunks import ChunkRows, cut
 from penjing.train.data.images import Images, ImageSet
 from penjing.train.data.mixing import Mixing, MixingConfig
 from penjing.train.data.mixture import mixed
+from penjing.train.data.order import Order
 from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
-from penjing.train.data.stream import Draw, Indexed, one_pass, shuffled
+from penjing.train.data.stream import Draw, Indexed, OrderedStream, one_pass, shuffled
 from penjing.train.data.tokens import TokenRows
 from penjing.train.objective.objective import Batch
 from penjing.train.sources.reader import Form, Reader
@@ -117,7 +119,9 @@ def test_batches_are_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
     assert digest(next(stream) for stream in streams for _ in range(18)) == learnt
     passes = [one_pass(held, most, micro_batch=2, rank=at, world_size=size) for at, size in worlds]
     assert digest(batch for each in passes for batch in each) == judged
-    assert streams[-1].state_dict() == {"taken": 45, "num_samples": len(given), "batch_size": 5, "seed": 3}
+    states = [stream.state_dict() for stream in streams]
+    assert len({state.pop("content") for state in states}) == 1
+    assert states[-1] == {"taken": 45, "num_samples": len(given), "batch_size": 5, "seed": 3}
 
 
 def test_mixed_batches_are_the_same_to_the_bit(tmp_path: Path) -> None:
@@ -164,3 +168,24 @@ def test_some_of_many_samples_are_taken_from_everywhere(world_size: int, micro_b
     for most in (None, 101, 500):
         everything = one_pass(Numbers(), most, micro_batch=7, spread=True)
         assert [number for batch in everything for number in batch["numbers"].tolist()] == list(range(101))
+
+
+def test_other_data_of_as_many_samples_do_not_go_on(tmp_path: Path) -> None:
+    def stream(name: str, tokens: list[int]) -> OrderedStream[Order]:
+        (tmp_path / name).mkdir()
+        writer = ShardWriter(tmp_path / name, "train", 1000, 64)
+        writer.add(tokens)
+        index = ShardIndex(dtype="uint16", vocab_size=1000, end_of_text=0, splits={"train": writer.close()})
+        write_index(tmp_path / name, index)
+        return shuffled(TokenRows(TokenShards(tmp_path / name, "train"), 4), batch_size=3, micro_batch=3, seed=2)
+
+    texts = list(range(900))
+    given = stream("given", texts)
+    next(given)
+    state = given.state_dict()
+    stream("same", texts).load_state_dict(state)
+    for name, other in (("others", texts[::-1]), ("a word more, and one less at the end", [7, *texts[:-1]])):
+        changed = stream(name, other)
+        with pytest.raises(InputError, match=r"the data are not those .* --accept-changes"):
+            changed.load_state_dict(state)
+        changed.load_state_dict({key: value for key, value in state.items() if key != "content"})  # an older one

@@ -104,6 +104,18 @@ def test_micro_batches_that_a_schedule_cannot_run_are_refused(recipe, overrides,
     check_machine(given, 2, is_new=False)
 
 
+@pytest.mark.parametrize("balance", [False, True])
+def test_micro_batches_that_make_no_step_are_refused(recipe, balance):
+    overrides = ["parallel.pp=2", "data.batch_size=8", "data.micro_batch=2", f"parallel.balance={str(balance).lower()}"]
+    given = load_recipe(TrainRecipe, recipe, [*overrides, "parallel.micro_batches=3"])
+    with pytest.raises(
+        ConfigError, match=r"micro_batches=3 does not divide the 4 micro-batches .* take one of 1, 2, 4"
+    ):
+        check_machine(given, 2, is_new=True)
+    check_machine(given, 2, is_new=False)  # a run that goes on cuts its batch anew
+    check_machine(load_recipe(TrainRecipe, recipe, [*overrides, "parallel.micro_batches=2"]), 2, is_new=True)
+
+
 @pytest.mark.parametrize(
     ("overrides", "advice"),
     [
