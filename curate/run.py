@@ -150,7 +150,7 @@ def _learned(plan: Plan) -> list[Learned]:
 def _check_damage(plan: Plan, stage: Stage, counts: Counts) -> None:
     """Stop where more is damaged than the recipe allows; the first case is named."""
     met = sum(documents for key, (documents, _) in counts.after.items() if key.startswith(f"{READ}\t"))
-    whole = met + counts.num_damaged - counts.num_failed
+    whole = met + counts.num_made + counts.num_damaged - counts.num_failed
     if counts.num_damaged <= plan.recipe.most_damaged * whole:
         return
     first = next(

@@ -112,13 +112,19 @@ class Counts:
         self.decided: dict[str, int] = defaultdict(int)
         self.num_damaged, self.num_lines = 0, 0
         self.num_failed = 0
-        """Of the damaged documents those that were met, and that a step failed on."""
+        """Of the damaged documents those that were met or made, and that a step failed on."""
+        self.num_made = 0
 
     def met(self, document: Document, step: str) -> None:
         """A document came into the stage: from its file, or from a deduplication, as `step` says."""
         self.passed(step, document)
         if step == READ:
             self.sizes["before"][_size(document)] += 1
+
+    def made(self, step: str, document: Document) -> None:
+        """`step` made a further document."""
+        self.num_made += 1
+        self.passed(step, document)
 
     def passed(self, step: str, document: Document) -> None:
         """A document stays after `step`."""
@@ -144,7 +150,7 @@ class Counts:
             entry[0], entry[1] = entry[0] + values, entry[1] + documents
 
     def damaged(self, damage: Damage, *, met: bool) -> None:
-        """Something could not be read, or a step failed on a document that was `met`."""
+        """Something could not be read, or a step failed on a document that was `met`, or made of one."""
         self.num_damaged += not damage.part
         self.num_failed += met
         self.num_lines += damage.part
@@ -167,6 +173,7 @@ class Counts:
         self.num_damaged += other["num_damaged"]
         self.num_lines += other["num_lines"]
         self.num_failed += other["num_failed"]
+        self.num_made += other["num_made"]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -174,6 +181,7 @@ class Counts:
             "after": self.after, "rules": self.rules, "examples": self.examples, "sizes": self.sizes,
             "reasons": self.reasons, "personal": self.personal, "decided": self.decided,
             "num_damaged": self.num_damaged, "num_lines": self.num_lines, "num_failed": self.num_failed,
+            "num_made": self.num_made,
         }  # fmt: skip
 
 
@@ -260,6 +268,6 @@ def _through(
                 return
         counts.passed(name, document)
         for made in further:
-            counts.passed(name, made)
+            counts.made(name, made)
             yield from _through(made, filters[place + 1 :], counts)
     yield document

@@ -121,8 +121,9 @@ def read_sequences(folder: Path, sequences: list[tuple[list[int], int]]) -> list
     from transformers import AutoModelForCausalLM
 
     try:
-        with redirect_stderr(StringIO()):  # progress bars of five steps
+        with redirect_stderr(StringIO()):  # progress bars of five steps, two of which come with the first call
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model(torch.tensor([sequences[0][0][:1]]), use_cache=False)
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise InputError(f"transformers cannot load the export ({first_line(error)[:200]})") from error
     return [_read(model, ids) for ids, _ in sequences]

@@ -48,7 +48,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _held_out(settings: EvaluateSettings) -> int:
-    return settings.prose_tokens + settings.code_tokens
+    return settings.prose_tokens + settings.code_tokens + len(settings.own) * settings.own_tokens  # at most
 
 
 def _num_layers(folder: Path) -> int:

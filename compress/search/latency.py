@@ -36,6 +36,7 @@ from penjing.core.work import Tasks
 DRAWN = 16  # combinations that the sum is fitted to, beside the uniform ones
 MOST_UNIFORM = 6
 TURN = 0.02  # seconds that a network is called for in each round: single calls of 2 ms differ by 15 % on a busy machine
+TIMING = 2  # raise it when what is timed changes, or how: an unfinished search then times anew
 LAYERS, BORDERS = "of_its_time", "a_border"
 ONCE = "once"  # what a network takes whatever its layers are
 Choice = tuple[int, ...]
@@ -149,7 +150,7 @@ def time_network(clock: Clock, choice: Choice, workload: Workload, tasks: Tasks)
         start, own = interleaved(networks, rounds=workload.rounds, seconds=TURN, now=clock.now)
         return {"ratio": median(b / a for a, b in zip(start, own, strict=True)), "start": median(start)}
 
-    return tasks.run(f"seconds_{key_of(choice, workload.model_dump())[:20]}", measure).result
+    return tasks.run(f"seconds_{key_of(choice, workload.model_dump(), TIMING)[:20]}", measure).result
 
 
 def fit_nonnegative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -186,7 +187,7 @@ def _parts(
         ]
         return {"parts": stored, "table": table}
 
-    found = tasks.run(f"kinds_{key_of(workload.model_dump())[:20]}", measure).result
+    found = tasks.run(f"kinds_{key_of(workload.model_dump(), TIMING)[:20]}", measure).result
     parts = [
         TimedLayer(tuple(each["scope"]), {name: np.array(values, float) for name, values in each["kinds"].items()})
         for each in found["parts"]

@@ -40,6 +40,7 @@ class Tokenizer:
         self._strips = any(token.lstrip or token.rstrip for token in added.values())
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._literal: Backend | None = None
+        self._begin = _added_before(backend)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -69,14 +70,18 @@ class Tokenizer:
         Args:
             allow_special: text such as `<|im_end|>` becomes the control token; else it is ordinary text.
             add_special: put begin-of-text first where the tokenizer does so; off for rendered chat templates,
-                which write it themselves.
+                which write it themselves. End-of-text, which some tokenizers add too, is left out: what is encoded
+                goes on, with an answer or a choice.
         """
         backend = self.backend if allow_special else self._literal_backend()
-        return backend.encode(text, add_special_tokens=add_special).ids
+        return self._begun(backend.encode(text, add_special_tokens=False).ids, add_special)
 
     def encode_beside(self, text: str, add_special: bool = True) -> list[int]:
         """`encode` without holding Python's lock, so that other threads go on: a megabyte takes most of a second."""
-        return self.backend.encode_batch([text], add_special_tokens=add_special)[0].ids
+        return self._begun(self.backend.encode_batch([text], add_special_tokens=False)[0].ids, add_special)
+
+    def _begun(self, ids: list[int], add_special: bool) -> list[int]:
+        return [*self._begin, *ids] if add_special else ids
 
     def most_bytes(self, num_tokens: int) -> int:
         """Bytes of UTF-8 beyond which no text has as few as `num_tokens` tokens."""
@@ -116,6 +121,14 @@ def read_backend(path: Path) -> Backend:
         raise
     except BaseException as error:  # the library reports everything as a bare Exception, or panics, which is none
         raise InputError(f"{path} is not a tokenizer ({error}); get or make it again") from error
+
+
+def _added_before(backend: Backend) -> list[int]:
+    """Ids that the backend puts before every text."""
+    if not backend.encode("").ids:
+        return []
+    some = backend.encode("a")
+    return some.ids[: [*some.special_tokens_mask, 0].index(0)]
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

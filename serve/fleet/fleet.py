@@ -59,7 +59,7 @@ class Fleet:
 
         Raises:
             ServerError: a model cannot be loaded.
-            SetupError: the disk is full.
+            SetupError: the disk is full, or the machine has no room for another process.
         """
         os.umask(0o077)
         forget_changes(self.port)

@@ -44,7 +44,7 @@ class Member:
         """Start its supervisor, which dies with this process.
 
         Raises:
-            SetupError: the disk is full.
+            SetupError: the disk is full, or the machine has no room for another process.
         """
         config = self.model.config.model_copy(update={"fleet_pid": os.getpid()})
         command = supervisor_command(self.model.folder, config, self.model.engine_json)

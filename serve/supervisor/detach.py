@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from penjing.core.cluster.tied import end_with
-from penjing.core.errors import ServerError
+from penjing.core.errors import ServerError, SetupError
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
 from penjing.serve.supervisor import state
@@ -31,7 +31,7 @@ def detach_supervisor(
         tied: it drains and ends when the calling thread does, however that ends.
 
     Raises:
-        SetupError: the disk is full.
+        SetupError: the disk is full, or the machine has no room for another process.
         ServerError: it ended; with what it said.
     """
     command = supervisor_command(model, config, engine_json)
@@ -59,19 +59,22 @@ def start_apart(command: list[str], errors: Path, number: int | None) -> subproc
     signal `number`, if there is one, when the calling thread ends.
 
     Raises:
-        SetupError: the disk is full.
+        SetupError: the disk is full, or the machine has no room for another process.
     """
     with writing(errors):
         errors.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=None if number is None else partial(end_with, os.getpid(), number),
-            )
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stderr,
+                    stderr=stderr,
+                    start_new_session=True,
+                    preexec_fn=None if number is None else partial(end_with, os.getpid(), number),
+                )
+            except OSError as error:
+                raise SetupError(f"no process can be started: {error}; end other programs and run again") from error
 
 
 def start_behind(
@@ -86,7 +89,7 @@ def start_behind(
         tied: it gets SIGTERM when the calling thread ends, however that happens.
 
     Raises:
-        SetupError: the disk is full.
+        SetupError: the disk is full, or the machine has no room for another process.
         ServerError: it ended; with what it said.
     """
     process = start_apart(command, errors, signal.SIGTERM if tied else None)

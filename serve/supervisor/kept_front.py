@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penjing.core.config import Config
-from penjing.core.errors import ServerError
+from penjing.core.errors import ServerError, SetupError
 from penjing.core.family import sees
 from penjing.serve.client.protocol import TOWERS
 from penjing.serve.engine.config import BatchConfig, EngineConfig
@@ -58,9 +58,18 @@ class KeptFront:
         self._job = None if front is None else FrontJob(front=front, models=models, log=state.front_log_path(grpc_port))
 
     def start(self) -> None:
-        """It says 503 until there is a model."""
+        """It says 503 until there is a model.
+
+        Raises:
+            SetupError: the disk is full, or the machine has no room for another process.
+        """
         if self._job is not None:
-            self._process = FrontProcess(self._job, self._log)
+            try:
+                self._process = FrontProcess(self._job, self._log)
+            except OSError as error:
+                raise SetupError(
+                    f"the HTTP front cannot be started: {error}; end other programs and run again"
+                ) from error
 
     def show(self, models: tuple[FrontModel, ...]) -> None:
         """From now on it stands before these."""

@@ -121,7 +121,12 @@ class _Supervisor:
         )
 
     def run(self) -> None:
-        """Returns after a stop; raises ServerError if the first start fails, and SetupError if the disk is full."""
+        """Returns after a stop.
+
+        Raises:
+            ServerError: the first start fails.
+            SetupError: the disk is full, or the machine has no room for another process.
+        """
         os.umask(0o077)
         state.log_path(self.config.grpc_port).unlink(missing_ok=True)
         if not self.config.fleet_pid:

@@ -43,6 +43,13 @@ def test_it_holds_what_other_loaders_read_and_a_record(export: Path, tiny_int8: 
     assert record["unmeasured"] == {}
 
 
+def test_bars_of_other_libraries_are_not_shown(
+    tiny_int8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_artifact(tiny_int8, "compressed-tensors", tmp_path / "out", force=False, progress=Silent())
+    assert capsys.readouterr().err == ""
+
+
 def test_the_integers_are_the_artifact_s_and_weights_give_equal_logits(export: Path, tiny_int8: Path) -> None:
     from transformers import AutoModelForCausalLM
 

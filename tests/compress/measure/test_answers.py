@@ -4,6 +4,7 @@ lm-eval (reference/, see benchmarks/peers/lm_eval_reference.py), figures, and a 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,24 @@ def test_likelihoods_are_those_of_transformers(tiny_checkpoint: Path, file: Path
     figures = {each.measure: each for each in scores(questions, own, None, SMALL)}
     assert figures["accuracy"].value == pytest.approx(right / 3)
     assert figures["accuracy, likelihoods by bytes"].value == pytest.approx(by_bytes / 3)
+
+
+def test_a_tokenizer_that_ends_every_text_changes_no_question(
+    tiny_checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    """The end stood between a prompt and its answer, and counted as a token of each context."""
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "ends"))
+    values = json.loads((folder / "tokenizer.json").read_text())
+    word = values["added_tokens"][0]
+    values["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": word["content"], "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {word["content"]: {"id": word["content"], "ids": [word["id"]], "tokens": [word["content"]]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    settings = MeasureSettings(choices=(file,), greedy=2)
+    assert questions_for(folder, settings, SMALL) == questions_for(tiny_checkpoint, settings, SMALL)
 
 
 def test_figures_of_answers_by_hand() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from penjing.compress.families.base import family_at
+from penjing.compress.families.base import family, family_at
 from penjing.compress.measure.bootstrap import interval, resampled_means
 from penjing.compress.measure.evaluate import (
     EvaluateSettings,
@@ -88,6 +88,8 @@ def test_own_texts_are_parts_by_their_names(tiny_checkpoint: Path, tmp_path: Pat
     found, without = evaluated(tiny_checkpoint, own), evaluated(tiny_checkpoint, own.model_copy(update={"own": {}}))
     assert [(part.name, part.samples) for part in found.parts] == [("prose", 2), ("code", 1), ("mine", 3)]
     assert found.parts[:2] == without.parts
+    held_out = family("decoder").held_out
+    assert held_out(own) == 64 * sum(part.samples for part in found.parts)  # of which the time to come is told
     with pytest.raises(ValueError, match="that name is taken"):
         EvaluateSettings(own={"code": path})
 

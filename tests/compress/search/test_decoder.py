@@ -276,3 +276,29 @@ def test_layers_leave_decoders_alone(make_tiny_checkpoint: Callable[..., Path], 
     values["steps"] = values["steps"][1:]
     with pytest.raises(ConfigError, match=r"space\.widths and space\.layers need a step of kind 'prune'"):
         opened(values, tmp_path / "work", widths=(1.0,))
+
+
+def test_timings_of_another_way_to_time_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unfinished search went on with what it had timed before what is timed had been changed, beside new figures."""
+    made = []
+
+    class Made:
+        now = staticmethod(clock_of(1))
+
+        def parts(self, rounds: int, progress: Any) -> tuple[list[TimedLayer], dict[str, Any]]:
+            made.append("parts")
+            return [], {}
+
+        def whole(self) -> object:
+            return sum(range(1000))
+
+        def network(self, choice: tuple[int, ...]) -> Callable[[], object]:
+            made.append(choice)
+            return self.whole
+
+    clock: Any = Made()
+    for way in (latency.TIMING, latency.TIMING, latency.TIMING + 1):
+        monkeypatch.setattr(latency, "TIMING", way)
+        latency.time_network(clock, (0, 1), Workload(rounds=3), Tasks(tmp_path))
+        latency._parts(space_of(3), clock, Workload(rounds=3), Tasks(tmp_path), Silent())
+    assert made == [(0, 1), "parts"] * 2

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from penjing.core.errors import InputError
@@ -146,3 +148,19 @@ def _loaded(folder: Path) -> tuple[Tokenizer, Any]:
     if folder not in _cache:
         _cache[folder] = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     return _cache[folder]
+
+
+@pytest.mark.parametrize("template", ["<|im_start|> $A <|im_end|>", "$A <|im_end|>", "<|im_start|> $A", "$A"])
+def test_what_goes_on_has_no_end_before_it(template: str, smollm2: Path) -> None:
+    """Of a tokenizer that ends every text, a choice began behind the end of its context, whose length was counted with
+    it: the likelihood was that of the end of the whole, and not of the choice's first token."""
+    backend = Backend.from_file(str(smollm2 / "tokenizer.json"))
+    ends = [(token, backend.token_to_id(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    plain = backend.encode("Who asks?").ids
+    backend.post_processor = processors.TemplateProcessing(template, special_tokens=ends)
+    made = Tokenizer(backend)
+    begin = [ends[0][1]] if "start" in template else []
+    for text, ids in (("Who asks?", plain), ("", [])):
+        assert made.encode(text) == made.encode_beside(text) == made.encode(text, allow_special=False) == begin + ids
+        assert made.encode(text, add_special=False) == ids
+    assert made.encode("a<|im_end|>")[-1] == ends[1][1]  # it is said

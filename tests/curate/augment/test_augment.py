@@ -23,6 +23,7 @@ from penjing.curate.documents.document import Document, stored_documents
 from penjing.curate.run import curate_recipe
 from penjing.curate.steps import augment
 from penjing.curate.steps.augment import AugmentStep
+from penjing.curate.steps.decontaminate import Decontaminate
 from penjing.curate.why import explain
 from penjing.train.data.survey import survey
 from tests.curate.corpus import recipe, write_lines
@@ -256,6 +257,28 @@ def test_what_is_made_is_marked_and_goes_through_later_steps(
     assert [(row.step, row.documents) for row in report.funnel][1:] == [("0: augment", 6), ("1: decontaminate", 5)]
     assert {row.outcome: row.number for row in report.made}["made"] == 2
     assert "made by synonyms" in explain("synonyms 1", made.output)[0]
+
+
+def test_of_damaged_documents_the_made_ones_are_part_of_the_whole(
+    tmp_path: Path, wordnet: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that failed on what another step had made was held against what was read alone: 2 of 2 were damaged."""
+
+    def apply(self: Decontaminate, document: Document) -> str | None:
+        if document.made:
+            raise ValueError("not this one")
+        return None
+
+    monkeypatch.setattr(Decontaminate, "apply", apply)
+    (tmp_path / "bob.txt").write_text("The auto of Bob halted in winter.")
+    write_lines(tmp_path / "in.jsonl", [TEXT.format("Ann"), TEXT.format("Bob")])
+    step = {"kind": "augment", "method": "synonyms", "share": 1.0, "wordnet": str(wordnet), "encoder": str(encoder)}
+    against = {"kind": "decontaminate", "against": [str(tmp_path / "bob.txt")]}
+    made = recipe(tmp_path, tmp_path / "in.jsonl", steps=[step, against], most_damaged=0.4)
+    with pytest.raises(InputError, match=r"2 of 4 documents are damaged, more than most_damaged = 0\.4"):
+        curate_recipe(made, "test")
+    report = curate_recipe(made.model_copy(update={"most_damaged": 0.5}), "test")
+    assert (report.read.documents, report.damaged, report.kept.documents) == (2, 2, 2)
 
 
 def test_a_dead_translator_ends_the_run_and_costs_no_document(

@@ -19,8 +19,10 @@ from penjing.serve.fleet.change import Answered, change_path, outcome_path
 from penjing.serve.fleet.fleet import Fleet
 from penjing.serve.fleet.names import read_names
 from penjing.serve.fleet.plan import make_plan
+from penjing.serve.gate.config import FrontConfig
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.detach import start_behind
+from penjing.serve.supervisor.kept_front import KeptFront
 from penjing.serve.supervisor.process import ServeConfig
 from penjing.serve.supervisor.supervisor import _Supervisor
 from penjing.serve.triton.adapter_list import AdapterEntry, ServedAdapters, said_path, write_list
@@ -110,14 +112,45 @@ def test_a_machine_without_room_for_processes_ends_no_model(fleet: Fleet, monkey
     member = fleet.members[0]
     line = member.keep()
     assert line is not None
-    assert line.startswith("its supervisor cannot be started: [Errno 11] Resource temporarily unavailable; restarting")
+    refused = "no process can be started: [Errno 11] Resource temporarily unavailable; end other programs and run again"
+    assert line == f"its supervisor cannot be started: {refused}; restarting"
     model = fleet.plan.models[0].model_copy(update={"id": "llm:3", "version": 3})
     change_path(fleet.port).write_text(f'{{"id": "x", "load": {model.model_dump_json()}}}')
     said = None
     while said is None:
         said = fleet.changer.step()
-    assert said.startswith("the change has failed: BlockingIOError")
+    assert said == refused
     outcome = Answered.model_validate_json(outcome_path(fleet.port).read_text())
     assert (outcome.id, outcome.said, outcome.failed) == ("x", said, True)
     assert not fleet.changer.between
     assert [member.model.id for member in fleet.members] == ["llm:1", "llm:2"]
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_first_start_without_room_for_processes_is_an_error(
+    front: bool, fleet: Fleet, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with Python's own lines, of the front as of a supervisor, and no state said why."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    port = free_ports(1)[0]
+    config = ServeConfig(grpc_port=port, metrics_port=port + 1)
+    starts = [fleet.run]
+    refused = "no process"
+    if front:
+        refused = "the HTTP front"
+        shown = FrontConfig(port=free_ports(1)[0])
+        fleet.front = KeptFront(shown, (), port)
+        alone = config.model_copy(update={"front": shown})
+        starts.append(_Supervisor(Mock(), folders["llm:1"], alone, "{}", Silent()).run)
+    else:
+        starts.append(lambda: start_behind(["false"], state.errors_path(port), lambda _: False, "it ended"))
+    said: list[str] = []
+    monkeypatch.setattr(fleet, "_note", lambda *words: said.append(" ".join(words)))
+    for start in starts:
+        with pytest.raises(SetupError, match=rf"^{refused} can(not)? be started: \[Errno 11\] .*; end other programs"):
+            start()
+    assert said[-1].startswith(f"failed {refused}")
