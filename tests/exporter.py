@@ -65,13 +65,15 @@ def types_promoted_where_they_differ() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_trace_of_own_networks() -> Iterator[None]:
-    """A network of penjing's own is traced once for each config: others of that config are the same graph with weights
-    of their own."""
+    """A network of penjing's own that has a config is traced once for it: others of that config are the same graph with
+    weights of their own."""
     trace, traced = own.from_torch, dict[str, Network]()
 
     def traced_once(model: nn.Module, *example: Any, **options: Any) -> Network:
+        config = getattr(model, "config", None)
+        if config is None:
+            return trace(model, *example, **options)
         weights = tensors_of(model)
-        config = getattr(model, "config", None) or model.towers.config  # type: ignore[union-attr]
         shapes = pytree.tree_map_only(Tensor, lambda each: (each.shape, each.dtype), (weights, example, options))
         key = repr((type(model), config, shapes))
         if key not in traced:
