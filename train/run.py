@@ -116,12 +116,14 @@ def train_task(
     profile: bool = False,
     until: int | None = None,
     progress: Progress | None = None,
+    interim: bool = False,
 ) -> dict[str, float]:
     """`train` for a task of the caller's own: distillation and quantization-aware training run the same loop.
 
     Args:
         build: makes the task, and its data, before processes join.
         command: what the exported checkpoint says made it.
+        interim: the caller takes the checkpoint from `recipe.output`, and removes it and the run.
 
     Returns:
         The last evaluation; the checkpoint lies in `recipe.output`.
@@ -135,18 +137,16 @@ def train_task(
         task = build(progress if watch is None else Marked(progress, watch))
         recipe = with_steps(recipe, task)
         with join_world(recipe.device, watch) as world, stop_signals() as stop_requested:
-            run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress)
+            run = _Run(recipe, task, form_mesh(world, measured(recipe, world, progress), progress), progress, interim)
             return run.train(resume, accept_changes, force, profile, until, stop_requested, began, command)
 
 
 class _Run:
-    def __init__(self, recipe: RunRecipe, task: Task, world: World, progress: Progress) -> None:
+    def __init__(self, recipe: RunRecipe, task: Task, world: World, progress: Progress, interim: bool = False) -> None:
         able = world.sum(torch.tensor(float(multiplies_bfloat16(world.device))))  # "auto" is the same in all processes
         self.recipe = recipe.model_copy(update={"precision": for_devices(recipe.precision, bool(able == world.size))})
-        self.asked = recipe
-        self.task = task
-        self.world = world
-        self.progress = progress
+        self.asked, self.interim = recipe, interim
+        self.task, self.world, self.progress = task, world, progress
         if slow := slow_modes(recipe.precision, world.device):
             progress.note(slow)
 
@@ -195,7 +195,7 @@ class _Run:
         seconds = time.perf_counter() - began
         said = summary(
             recipe.output, recipe.run_folder, trainer.step, seconds, trainer.monitor, self.task.unit, results,
-            self.task.next_command(recipe.output),
+            self.task.next_command(recipe.output), self.interim,
         )  # fmt: skip
         self.progress.note(said)
         return results

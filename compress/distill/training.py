@@ -167,6 +167,7 @@ def train_checkpoint(
                 resume="auto",
                 accept_changes=True,  # `_claim` has compared all that matters, checkpoints by content
                 progress=progress,
+                interim=True,
             )
         except InterruptedRunError as error:
             error.args = (f"{str(error).partition(';')[0]}; the same command goes on from there",)

@@ -18,6 +18,7 @@ def summary(
     unit: str,
     evaluation: dict[str, float],
     next_command: str,
+    interim: bool = False,
 ) -> str:
     """Lines for the terminal.
 
@@ -27,6 +28,7 @@ def summary(
         seconds: since the command began; may be less than the run took, when it was resumed.
         unit: what the run's rates count ("tokens").
         evaluation: means over the held-out data; may be empty.
+        interim: both folders go when what the run is a part of has taken them, so they are not told.
     """
     rows: list[tuple[str, str]] = []
     if monitor.last:
@@ -39,7 +41,8 @@ def summary(
         rate = monitor.count / monitor.seconds
         learnt = None if monitor.learnt == monitor.count else monitor.learnt / monitor.seconds
         rows.append(("speed", f"{speed(rate, learnt, unit)}, MFU {monitor.mfu(rate):.0%}"))
-    rows += [("checkpoint", str(output)), ("run", f"{run} (metrics, training state)"), ("next", next_command)]
+    if not interim:
+        rows += [("checkpoint", str(output)), ("run", f"{run} (metrics, training state)"), ("next", next_command)]
     return "\n".join(
         [f"{steps} steps, {clock(seconds)} in all", *(f"  {name:<10}  {text}" for name, text in rows if text)]
     )

@@ -12,7 +12,7 @@ from penjing.compress.families.base import family_at
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.steps.base import Context, Step
 from penjing.compress.steps.train import Distill
-from penjing.core.progress import Silent
+from penjing.core.progress import Progress, Silent
 from penjing.core.work import Places
 from penjing.train.families import classifier as vision
 from tests.compress.classifiers import made_up_images
@@ -20,10 +20,12 @@ from tests.compress.classifiers import made_up_images
 STEPS = {"steps": 30, "batch_size": 16, "evaluation_samples": 100, "checkpoint_every": 5, "device": "cpu"}
 
 
-def do(step: Step, student: Path, model: Path, partial: Path, work: Path) -> dict[str, Any]:
+def do(
+    step: Step, student: Path, model: Path, partial: Path, work: Path, progress: Progress | None = None
+) -> dict[str, Any]:
     """Fill `partial` with what `step` makes of `student` in a run that began with `model`, which is the teacher unless
     the step names one."""
-    context = Context(model, family_at(student), DataSettings(), Silent())
+    context = Context(model, family_at(student), DataSettings(), progress or Silent())
     return step.run(Places(student, partial, work), context)
 
 

@@ -23,6 +23,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet_config import cifar_resnet
 from penjing.train.objective.objective import IGNORED, Batch, CrossEntropy
 from tests.compress.classifiers import write_classifier
+from tests.compress.conftest import Notes
 from tests.compress.distill.conftest import STEPS, do
 
 CPU = torch.device("cpu")
@@ -163,13 +164,16 @@ def test_projections_are_trained_and_stay_behind(
     tiny_checkpoint: Path,
     text_step: Callable[..., Distill],
     tmp_path: Path,
+    notes: Notes,
 ) -> None:
     narrow = make_tiny_checkpoint(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     step = text_step(
         steps=20, weights={"hidden": 1.0, "relations": 1.0}, checkpoint_every=20, document_mask=True, average=0.5
     )
     (tmp_path / "partial").mkdir()
-    record = do(step, narrow, tiny_checkpoint, tmp_path / "partial", tmp_path / "work")
+    record = do(step, narrow, tiny_checkpoint, tmp_path / "partial", tmp_path / "work", notes)
+    assert any(line.startswith("20 steps, ") for line in notes.lines)
+    assert not any(str(tmp_path / "work") in line for line in notes.lines)  # which goes
     for part in ("divergence", "hidden", "relations"):
         assert record["losses"]["last"][part] < record["losses"]["first"][part]
     (state,) = (tmp_path / "work/run/checkpoints").glob("step-*")

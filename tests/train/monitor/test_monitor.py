@@ -89,6 +89,14 @@ def test_a_divergence_has_no_perplexity(means: dict[str, float], has: bool) -> N
     assert ("perplexity" in summary(Path("o"), Path("r"), 1, 1.0, monitor, "tokens", means, "")) == has
 
 
+@pytest.mark.parametrize("interim", [False, True])
+def test_folders_that_go_are_not_told(interim: bool) -> None:
+    monitor = Monitor(Alarms(AlarmConfig()), [], every=1, unit="tokens", flops_per_unit=2.0, progress=Told())
+    said = summary(Path("made"), Path("log"), 1, 1.0, monitor, "tokens", {"loss": 1.0}, "penjing serve made", interim)
+    assert "held out" in said
+    assert [name in said for name in ("checkpoint", "made", "log", "next")] == [not interim] * 4
+
+
 def test_time_in_evaluation_is_not_time_of_steps() -> None:
     import time
 
