@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -85,7 +86,7 @@ class FromTeacher:
         mix: in training, floating inputs are mixed with those of another sample of the batch, whose share is anything
             up to this.
         scales: of each of the teacher's results the mean square, which squared errors are relative to; empty where
-            none are taken. Measured once, and not of each batch, so that the loss is the same in any micro-batches.
+            none are taken. Measured once, and not of each batch, so that they do not depend on micro-batches.
     """
 
     teacher: nn.Module
@@ -187,8 +188,10 @@ def squared_errors(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
     """Of each sample the mean squared error of its numbers, relative to `scale`, (B,).
 
     Raises:
-        InputError: of other shapes.
+        InputError: of other shapes, or `scale` is no number: divided by infinity, all errors would be 0.
     """
+    if not math.isfinite(scale):
+        raise InputError("the teacher's results hold NaN or infinity; its weights or the data are damaged: check both")
     if ours.shape != theirs.shape:
         raise InputError(
             f"student and teacher give {tuple(ours.shape)} and {tuple(theirs.shape)} there; compare what has one shape"

@@ -172,6 +172,9 @@ def test_distances_are_zero_for_equal_outputs() -> None:
     torch.testing.assert_close(cosine_distances(values, 2 * values), torch.zeros(4), atol=1e-6, rtol=0)
     with pytest.raises(InputError, match="one shape"):
         squared_errors(values, values[:, :2], 2.0)
+    for scale in (float("inf"), float("nan")):  # divided by infinity, nothing would be left to learn
+        with pytest.raises(InputError, match="NaN or infinity"):
+            squared_errors(values, values, scale)
 
 
 def test_the_loss_of_a_step_is_the_same_in_any_micro_batches(tmp_path: Path, photos: str) -> None:
