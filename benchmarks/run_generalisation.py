@@ -52,6 +52,7 @@ VARIANTS = {  # recipe, settings
     "int8-nearest": (INT8, ["steps.0.rounding=nearest"]),
     "int8-keep-down": (INT8, ['steps.0.keep=["*.down_proj"]']),
     HADAMARD: (HADAMARD, []),
+    "int8-twice": (INT8, ["data.tokens=12288"]),  # twice the text
     "int8-own": (INT8, ['data.calibrate=["builtin:own"]']),  # half of the windows are the model's own
     "int8-own-alone": (INT8, ['data.calibrate=["builtin:own"]', "data.own=1.0"]),
 }
