@@ -49,7 +49,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
 
 
 def requests_of() -> list[Request]:
-    """32 requests of 2 to 48 prompt tokens, some with a common beginning: every second one greedy, the others sampled."""
+    """32 requests of 2 to 48 prompt tokens, some with a common beginning; every second one is sampled."""
     random = Random(0)
     shared = [random.randrange(256) for _ in range(30)]
     requests = []
