@@ -229,5 +229,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _flatten(value, f"{name}.")
+        elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            for place, each in enumerate(value, 1):
+                yield from _flatten(each, f"{name}.{place}.")
         else:
             yield name, value

@@ -296,7 +296,8 @@ def bench_server(
     rate: Annotated[float, typer.Option(help="Requests a second over HTTP, on average.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="For so long requests are sent over HTTP.")] = 60.0,
     goals: Annotated[
-        tuple[float, float], typer.Option(help="Seconds to the first token and a token, for a request to be good.")
+        tuple[float, float],
+        typer.Option(metavar="FIRST EACH", help="Seconds to the first token and a token, for a request to be good."),
     ] = (1.0, 0.1),
     report: Annotated[Path | None, typer.Option(help="Write a page about the load here.")] = None,
     json_file: Json = None,

@@ -26,6 +26,7 @@ from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.tensor_names import tensor_shapes
 from tests.exporter import (  # noqa: F401  # fixtures for all
+    one_analysis_of_own_networks,
     one_table_of_translators,
     one_trace_of_own_networks,
     types_promoted_where_they_differ,

@@ -15,6 +15,7 @@ from torch.onnx._internal.fx.passes import type_promotion
 from torch.utils import _pytree as pytree
 
 from penjing.compress.graph import own
+from penjing.compress.prune import graph
 from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
 
 
@@ -70,12 +71,9 @@ def one_trace_of_own_networks() -> Iterator[None]:
     trace, traced = own.from_torch, dict[str, Network]()
 
     def traced_once(model: nn.Module, *example: Any, **options: Any) -> Network:
-        config = getattr(model, "config", None)
-        if config is None:
+        if (key := _key(model, (example, options))) is None:
             return trace(model, *example, **options)
         weights = tensors_of(model)
-        shapes = pytree.tree_map_only(Tensor, lambda each: (each.shape, each.dtype), (weights, example, options))
-        key = repr((type(model), config, shapes))
         if key not in traced:
             traced[key] = trace(model, *example, **options)
         network, root = traced[key], nn.Module()
@@ -86,3 +84,30 @@ def one_trace_of_own_networks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own, "from_torch", traced_once)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_analysis_of_own_networks() -> Iterator[None]:
+    """What pruning looks for the groups in is exported once for a config: where weights stand is the same."""
+    export, exported = graph._export, dict[str, Any]()
+
+    def exported_once(model: nn.Module, example: tuple[Any, ...]) -> Any:
+        if (key := _key(model, example)) is None:
+            return export(model, example)
+        if key not in exported:
+            exported[key] = export(model, example)
+        return exported[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "_export", exported_once)
+        yield
+
+
+def _key(model: nn.Module, others: Any) -> str | None:
+    """What decides the graph of a network of penjing's own: its config and modules, and all shapes; None: it has no
+    config."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    shapes = pytree.tree_map_only(Tensor, lambda each: (each.shape, each.dtype), (tensors_of(model), others))
+    return repr((config, [type(module) for module in model.modules()], shapes))

@@ -57,6 +57,10 @@ def train(
     - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml # runs on many nodes`
     - `tensorboard --logdir build/decoder-tiny-run # shows the curves`
     """
+    from penjing.core.config import read_recipe
+    from penjing.core.recipes import check_stage
+
+    check_stage(read_recipe(recipe), str(recipe), "train")  # before all that trains is imported, which takes seconds
     if launch is not None:
         from penjing.train.launch.launch import launch as start
 

@@ -57,14 +57,11 @@ def measure(folder: Path, progress: Progress | None = None, bound: Bound = BOUND
     progress = progress or Silent()
     loaded = load_model(folder)
     prompts = [Prompt(text=text, token_ids=tuple(loaded.tokenizer.encode(text))) for text in PROMPTS]
-    sequences, runtime_logits = [], []
-    for prompt in prompts:
-        ids = _continue_greedily(loaded.model, list(prompt.token_ids))
-        sequences.append(ids)
-        runtime_logits.append(loaded.model(torch.tensor([ids]))[0])
-        progress.advance()
+    sequences = _continue_greedily(loaded.model, [list(prompt.token_ids) for prompt in prompts], progress)
     # Right padding: attention is causal, so what follows a sequence does not reach it.
     padded_WT = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+    runtime_WTV = loaded.model(padded_WT)
+    runtime_logits = [runtime_TV[: len(ids)] for runtime_TV, ids in zip(runtime_WTV, sequences, strict=True)]
     del loaded  # the second half streams: both together would be the peak of a whole run
     checkpoint = open_checkpoint(folder)
     layers = _LayerGaps(LayerStream(checkpoint))
@@ -102,7 +99,7 @@ def rerun(folder: Path, progress: Progress) -> tuple[Difference, ...]:
             record's bound.
     """
     bound = open_decoder_artifact(folder).parity.bound
-    progress.start("parity", len(PROMPTS))
+    progress.start("parity", CONTINUATION)
     return measure(folder, progress, bound).differences
 
 
@@ -213,8 +210,11 @@ def run_dequantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]) -
         stream.run(module, hidden_WTE)
 
 
-def _continue_greedily(model: Decoder, ids: list[int]) -> list[int]:
+def _continue_greedily(model: Decoder, sequences: list[list[int]], progress: Progress) -> list[list[int]]:
     for _ in range(CONTINUATION):
-        logits_RV = model(torch.tensor([ids]), logit_rows=torch.tensor([len(ids) - 1]))
-        ids = [*ids, int(logits_RV[0].argmax())]
-    return ids
+        padded_WT = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+        last_W = torch.tensor([row * padded_WT.shape[1] + len(ids) - 1 for row, ids in enumerate(sequences)])
+        chosen = model(padded_WT, logit_rows=last_W).argmax(dim=-1).tolist()
+        sequences = [[*ids, token_id] for ids, token_id in zip(sequences, chosen, strict=True)]
+        progress.advance()
+    return sequences

@@ -19,7 +19,7 @@ from penjing.compress.decoder.artifact import make_weights
 from penjing.compress.decoder.check import check_settings, int8_needs, linear_modules
 from penjing.compress.decoder.head import DTYPES
 from penjing.compress.decoder.layer import quantized_tensors
-from penjing.compress.decoder.parity import measure
+from penjing.compress.decoder.parity import CONTINUATION, measure
 from penjing.compress.decoder.qat import apply_rounding, begin_all, rounded_layers
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import EMBEDDING
@@ -182,7 +182,7 @@ def quantize(
         if (calibrated / FILE).exists():  # what was learnt is in the same basis
             _take(calibrated / FILE, partial / FILE)
         created_by = read_manifest(partial).created_by
-    progress.start("parity with the fake-quantized model", 3)
+    progress.start("parity with the fake-quantized model", CONTINUATION)
     parity = measure(partial, progress)
     write_parity(partial, parity)
     originals = sorted({base_hash(folder) for folder in {source, model}})

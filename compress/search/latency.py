@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from penjing.compress.search.draw import scattered
@@ -29,6 +30,7 @@ from penjing.compress.search.front import Table
 from penjing.compress.search.recipe import GONE, Workload
 from penjing.compress.search.space import Space
 from penjing.core.config import key_of
+from penjing.core.info import processor
 from penjing.core.progress import Progress
 from penjing.core.runtime.timing import interleaved
 from penjing.core.work import Tasks
@@ -36,7 +38,7 @@ from penjing.core.work import Tasks
 DRAWN = 16  # combinations that the sum is fitted to, beside the uniform ones
 MOST_UNIFORM = 6
 TURN = 0.02  # seconds that a network is called for in each round: single calls of 2 ms differ by 15 % on a busy machine
-TIMING = 2  # raise it when what is timed changes, or how: an unfinished search then times anew
+TIMING = 2  # raise it when what is timed changes, or how: searches then time anew
 LAYERS, BORDERS = "of_its_time", "a_border"
 ONCE = "once"  # what a network takes whatever its layers are
 Choice = tuple[int, ...]
@@ -150,7 +152,7 @@ def time_network(clock: Clock, choice: Choice, workload: Workload, tasks: Tasks)
         start, own = interleaved(networks, rounds=workload.rounds, seconds=TURN, now=clock.now)
         return {"ratio": median(b / a for a, b in zip(start, own, strict=True)), "start": median(start)}
 
-    return tasks.run(f"seconds_{key_of(choice, workload.model_dump(), TIMING)[:20]}", measure).result
+    return tasks.run(f"seconds_{_timed_as(workload, *choice)}", measure).result
 
 
 def fit_nonnegative(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -187,12 +189,19 @@ def _parts(
         ]
         return {"parts": stored, "table": table}
 
-    found = tasks.run(f"kinds_{key_of(workload.model_dump(), TIMING)[:20]}", measure).result
+    found = tasks.run(f"kinds_{_timed_as(workload)}", measure).result
     parts = [
         TimedLayer(tuple(each["scope"]), {name: np.array(values, float) for name, values in each["kinds"].items()})
         for each in found["parts"]
     ]
     return parts, found["table"]
+
+
+def _timed_as(workload: Workload, *choice: int) -> str:
+    """A name for what is timed, how and where: a search that goes on with another processor times anew."""
+    machine = processor()
+    where = machine["name"], machine["cores"], torch.get_num_threads()
+    return key_of(choice, workload.model_dump(), TIMING, where)[:20]
 
 
 def _features(parts: Sequence[TimedLayer], choices: NDArray[np.integer]) -> tuple[list[str], NDArray[np.float64]]:

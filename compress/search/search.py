@@ -24,7 +24,7 @@ from penjing.compress.search.draw import near_front, scattered
 from penjing.compress.search.families import RayDivergences, open_trials
 from penjing.compress.search.front import Front, Table, evenly_spread, pareto_front
 from penjing.compress.search.heal import Healer, fit_recovery, left_out
-from penjing.compress.search.latency import Clock, fit_latency, time_network
+from penjing.compress.search.latency import TIMING, Clock, fit_latency, time_network
 from penjing.compress.search.points import point_recipe
 from penjing.compress.search.predict import Prediction, fit
 from penjing.compress.search.recipe import JointRecipe
@@ -75,7 +75,8 @@ def run_joint_search(
     context = Context(recipe.model, family, recipe.data, progress)
     hashes = input_hashes(recipe, context)
     code = f"{version('penjing')}/{SCHEMA}"
-    key = key_of(search.model_dump(mode="json", exclude={"output", "ray"}), recipe.settings(), hashes, code)
+    code_of_result = f"{code}/{TIMING}" if search.cost == "latency" else code
+    key = key_of(search.model_dump(mode="json", exclude={"output", "ray"}), recipe.settings(), hashes, code_of_result)
     if (done := already_published(search.output, RESULT_FILE, key, force)) is not None:
         progress.note(f"{search.output} is already done: kept (--force makes it again)")
         return done

@@ -27,8 +27,8 @@ def already_published(out: Path, record: str, key: str, force: bool) -> dict[str
     found = read_json_object(out / record)
     if found.get("key") != key:
         raise InputError(
-            f"{out} was made from another checkpoint, settings or files that they name; replace it with --force, or "
-            "set another output"
+            f"{out} was made from another checkpoint, settings or files that they name, or by another version of "
+            "penjing; replace it with --force, or set another output"
         )
     return found
 

@@ -19,7 +19,8 @@ PAGE = """
 <code>{{ figures.server }}</code> at {{ "%g" | format(figures.rate) }} a second on average, at times that do not depend
 on the answers; what a request waited is counted from the moment at which it was meant to be sent.
 {{ figures.complete | count }} were answered in full, {{ figures.refused | count }} refused and
-{{ figures.failed | count }} failed.</p>
+{{ figures.failed | count }} failed{% for each in figures.failures %}{{ ":" if loop.first else ";" }}
+{{ each.requests | count }} by “{{ each.why }}”{% endfor %}.</p>
 <p>Good are {{ "%.1f" | format(100 * figures.goodput.share) }} % of all requests
 ({{ "%.2f" | format(figures.goodput.requests_per_second) }} a second): their first token came within
 {{ "%g" | format(figures.goals.first_token_ms) }} ms, and the others within

@@ -13,11 +13,12 @@ import math
 import os
 import ssl
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penjing.core.errors import InputError, ServerError, UnavailableError
+from penjing.core.errors import InputError, ServerError, UnavailableError, first_line
 from penjing.core.progress import Progress, Silent
 from penjing.serve.bench.intervals import percentiles
 from penjing.serve.bench.load import Asked, Scenario, make_load
@@ -28,6 +29,7 @@ KEY = "OPENAI_API_KEY"
 LINE_BYTES = 1 << 20
 REQUEST_SECONDS = 600.0
 HANDSHAKE_SECONDS = 30.0
+KINDS_OF_FAILURES = 3  # that are shown, the most frequent first
 
 
 class Address(NamedTuple):
@@ -75,6 +77,20 @@ class Outcome:
     late: float = 0.0
     """How much later than meant it was sent."""
     end: float = 0.0
+    error: str = ""
+    """What the server or the connection said of it."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server had too much to do."""
+        return self.status in (429, 503)
+
+    @property
+    def failure(self) -> str:
+        """Why it failed; empty if it was answered in full, or refused."""
+        if self.complete or self.refused:
+            return ""
+        return self.error or f"{self.tokens} of {self.asked.max_tokens} tokens came"
 
     @property
     def complete(self) -> bool:
@@ -140,14 +156,16 @@ def load_figures(outcomes: Sequence[Outcome], scenario: str, rate: float, goals:
     good = sum(outcome.good(*goals) for outcome in outcomes)
     first = min(outcome.asked.at for outcome in outcomes)  # what is idle before it says nothing about the server
     span = max(outcome.asked.at + outcome.end for outcome in outcomes) - first
-    refused = sum(outcome.status in (429, 503) for outcome in outcomes)
+    refused = sum(outcome.refused for outcome in outcomes)
+    failures = Counter(failure for outcome in outcomes if (failure := outcome.failure))
     return {
         "scenario": scenario,
         "rate": rate,
         "requests": len(outcomes),
         "complete": len(complete),
         "refused": refused,
-        "failed": len(outcomes) - len(complete) - refused,
+        "failed": failures.total(),
+        "failures": [{"requests": count, "why": why} for why, count in failures.most_common(KINDS_OF_FAILURES)],
         "goals": {"first_token_ms": 1000 * goals[0], "per_token_ms": 1000 * goals[1]},
         "goodput": {"share": good / len(outcomes), "requests_per_second": good / span},
         "requests_per_second": len(complete) / span,
@@ -201,23 +219,28 @@ async def send(address: Address, outcome: Outcome, model: str, due: float) -> No
     outcome.late = max(0.0, time.monotonic() - due)
     try:
         reader, writer = await address.connect()
-    except OSError:
-        outcome.end = time.monotonic() - due
+    except OSError as error:
+        outcome.error, outcome.end = f"no connection ({first_line(error)})", time.monotonic() - due
         return
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
             writer.write(_request(address, "POST", "/v1/chat/completions", outcome.asked.body(model)))
             outcome.status = _status(await reader.readline())
             while line := await reader.readline():
-                if not line.startswith(b"data: {"):
+                line = line.removeprefix(b"data: ")
+                if not line.startswith(b"{"):
                     continue
-                event = json.loads(line[6:])
+                event = json.loads(line)
+                if "error" in event:
+                    outcome.error = str(event["error"]["message"])
                 if any(choice["delta"].get("content") for choice in event.get("choices", ())):
                     outcome.arrivals.append(time.monotonic() - due)
                 if event.get("usage"):
                     outcome.tokens = event["usage"]["completion_tokens"]
-    except (OSError, ValueError):  # of the connection, of TLS, or the time is up; or half an event came last
-        outcome.tokens = 0  # an answer that was cut off is not complete
+    except TimeoutError:
+        outcome.tokens, outcome.error = 0, f"not answered within {REQUEST_SECONDS:g} s"
+    except (OSError, ValueError) as error:  # of the connection, of TLS; or half an event came last
+        outcome.tokens, outcome.error = 0, f"the connection ended early ({first_line(error)})"
     finally:
         writer.close()
         outcome.end = time.monotonic() - due

@@ -75,6 +75,19 @@ class CallSettings:
             return (CLASSIFIER, ENCODER, GRAPH, TOWERS)
         return () if self.model == DECODER else (self.model,)
 
+    def of(self, answer: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+        """The tensor of an answer that a model of the kind that was asked for gives.
+
+        Raises:
+            RequestError: there is none, since a model of another kind takes the same inputs.
+        """
+        if name not in answer:
+            raise RequestError(
+                f"the model at {self.server} answers with {', '.join(answer)} and without {name!r}: it is of another "
+                "kind; ask it with infer, which takes and gives tensors by name"
+            )
+        return answer[name]
+
     def deadline(self, timeout: float | None) -> float | None:
         timeout = self.timeout if timeout is None else timeout
         return None if timeout is None else time.monotonic() + timeout
@@ -103,21 +116,22 @@ def remaining(deadline: float | None) -> float | None:
 def classify(stub: Any, settings: CallSettings, images: Any, timeout: float | None, request_id: str) -> Classification:
     """See `Client.classify`."""
     deadline = settings.deadline(timeout)
-    return Classification(
-        _infer(stub, settings, settings.images_request(images, deadline, request_id), deadline)["logits"]
-    )
+    answer = _infer(stub, settings, settings.images_request(images, deadline, request_id), deadline)
+    return Classification(settings.of(answer, "logits"))
 
 
 def embed(stub: Any, settings: CallSettings, texts: Any, timeout: float | None, request_id: str) -> np.ndarray:
     """See `Client.embed`."""
     deadline = settings.deadline(timeout)
-    return _infer(stub, settings, settings.texts_request(texts, deadline, request_id), deadline)["embedding"]
+    answer = _infer(stub, settings, settings.texts_request(texts, deadline, request_id), deadline)
+    return settings.of(answer, "embedding")
 
 
 def embed_images(stub: Any, settings: CallSettings, images: Any, timeout: float | None, request_id: str) -> np.ndarray:
     """See `Client.embed_images`."""
     deadline = settings.deadline(timeout)
-    return _infer(stub, settings, settings.pictures_request(images, deadline, request_id), deadline)["embedding"]
+    answer = _infer(stub, settings, settings.pictures_request(images, deadline, request_id), deadline)
+    return settings.of(answer, "embedding")
 
 
 def infer(
@@ -159,8 +173,8 @@ async def classify_async(
 ) -> Classification:
     """See `AsyncClient.classify`."""
     deadline = settings.deadline(timeout)
-    found = await _infer_async(stub, settings, settings.images_request(images, deadline, request_id), deadline)
-    return Classification(found["logits"])
+    answer = await _infer_async(stub, settings, settings.images_request(images, deadline, request_id), deadline)
+    return Classification(settings.of(answer, "logits"))
 
 
 async def embed_async(
@@ -168,9 +182,8 @@ async def embed_async(
 ) -> np.ndarray:
     """See `AsyncClient.embed`."""
     deadline = settings.deadline(timeout)
-    return (await _infer_async(stub, settings, settings.texts_request(texts, deadline, request_id), deadline))[
-        "embedding"
-    ]
+    answer = await _infer_async(stub, settings, settings.texts_request(texts, deadline, request_id), deadline)
+    return settings.of(answer, "embedding")
 
 
 async def embed_images_async(
@@ -178,9 +191,8 @@ async def embed_images_async(
 ) -> np.ndarray:
     """See `AsyncClient.embed_images`."""
     deadline = settings.deadline(timeout)
-    return (await _infer_async(stub, settings, settings.pictures_request(images, deadline, request_id), deadline))[
-        "embedding"
-    ]
+    answer = await _infer_async(stub, settings, settings.pictures_request(images, deadline, request_id), deadline)
+    return settings.of(answer, "embedding")
 
 
 async def infer_async(

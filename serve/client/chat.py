@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from penjing.core.errors import OverloadedError, PenjingError, RequestError, ServerError
 from penjing.serve.client.client import Client
+from penjing.serve.client.protocol import DECODER
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C cancels an answer"
 
@@ -38,7 +39,10 @@ def chat(
     interactive = lines.isatty()
     with Client(server, model=model) as client:
         if not client.is_ready(timeout=5.0):
-            raise ServerError(f"no server answers at {server}; start one with 'penjing serve MODEL'")
+            raise ServerError(
+                f"no model {model or DECODER!r} answers at {server}; start one with 'penjing serve MODEL', or take one "
+                "that runs: 'penjing server status' shows names (--model) and gRPC ports (--server)"
+            )
         if interactive:
             print(HELP, file=sys.stderr)
         sampling = {"max_tokens": max_tokens, "temperature": temperature}

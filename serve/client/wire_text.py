@@ -104,7 +104,7 @@ def build_request(
         stream: whether the answer shall come in pieces.
 
     Raises:
-        TypeError: something in it has no JSON form.
+        TypeError: something in it has no JSON form, or an image is no bytes.
         ValueError: a token id or the priority is no 32-bit integer.
     """
     request = _new_request(model)
@@ -123,6 +123,8 @@ def build_request(
         add(name, "BYTES", struct.pack("<I", len(encoded)) + encoded)
 
     def add_files(name: str, files: Sequence[bytes]) -> None:
+        if wrong := [type(file).__name__ for file in files if not isinstance(file, bytes | bytearray | memoryview)]:
+            raise TypeError(f"images must be the bytes of files, as open(path, 'rb').read() gives them, not {wrong[0]}")
         add(name, "BYTES", b"".join(struct.pack("<I", len(file)) + bytes(file) for file in files), len(files))
 
     def add_integers(name: str, values: Sequence[int]) -> None:

@@ -52,7 +52,11 @@ def add_adapter(port: int, text: str) -> None:
     """
     said, _, given = text.partition("=")
     if not said or not given:
-        example = f"{said or 'alice'}=build/{said.rpartition(':')[2] or 'alice'}"
+        if said and Path(said).is_dir():  # a folder without a name
+            place = Path(said).absolute()
+            example = f"{(place.parent if place.name == 'adapter' else place).name}={said}"
+        else:
+            example = f"{said or 'alice'}=build/{said.rpartition(':')[2] or 'alice'}"
         raise ConfigError(f"{text!r} does not say which folder has which name; write NAME=FOLDER, such as {example}")
     models, adapter = _models(port, said)
     values: dict[str, Any] = {}

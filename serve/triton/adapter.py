@@ -175,7 +175,10 @@ class LLMAdapter:
             self._weights_of(facts).check(facts[OF_WEIGHTS])
         call = read_call(inputs, parameters, self._loop.engine.preparer.max_prompt_bytes)
         if call.messages is not None and self._chat_template is None:
-            raise RequestError("this model has no chat template; send text_input instead of messages")
+            raise RequestError(
+                "this model has no chat template, which messages need; send it a prompt (text_input, by HTTP "
+                "/v1/completions), or serve a model that chats"
+            )
         if len(self._live) >= MAX_LIVE:
             raise OverloadedError(f"{len(self._live)} requests are unanswered, at most {MAX_LIVE} may be; retry in 1 s")
         self._num_requests += 1

@@ -17,7 +17,7 @@ def zoo_row(metric: str, value: float | None, reason: str | None = None) -> Row:
     return made.model_copy(update={"date": datetime(2026, 1, 1, tzinfo=UTC)})
 
 
-@pytest.mark.parametrize("name", ["own/unet", "own/lstm_tagger"])
+@pytest.mark.parametrize("name", [pytest.param("own/unet", marks=pytest.mark.full), "own/lstm_tagger"])
 def test_small_networks_go_the_whole_way(tmp_path: Path, name: str):
     found = list(cells(Entry(name, tmp_path, NOWHERE, NOWHERE), list(OURS)))
     assert [(cell.column, cell.reason) for cell in found] == [(column, None) for column in OURS]

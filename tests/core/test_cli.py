@@ -75,6 +75,23 @@ def test_wrong_usage_is_one_line(arguments, message):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(("stage", "other"), [("train", "smollm2-int8"), ("compress", "decoder-tiny")])
+def test_what_is_wrong_with_a_recipe_is_told_before_torch_is_imported(stage, other, tmp_path):
+    (tmp_path / "broken.toml").write_text("steps = [")
+    code = "import sys; from penjing.core.cli import main; sys.argv = ['penjing', *{}]\n"
+    code += "try: main()\nfinally: assert not [name for name in ('torch', 'numpy') if name in sys.modules]"
+    for name, message in (
+        ("nowhere.toml", "recipe nowhere.toml does not exist"),
+        (str(tmp_path / "broken.toml"), "broken.toml"),
+        (other, f"{other} is a recipe of 'penjing "),
+    ):
+        command = [sys.executable, "-c", code.format([stage, name])]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 2, result.stderr
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("group", [[], ["keys"]])
 def test_a_group_without_a_command_shows_its_help_and_no_error(group):
     result = run(*group)

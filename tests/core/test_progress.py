@@ -104,6 +104,7 @@ def test_tables_go_to_standard_error(capsys):
     assert captured.out == ""
     assert "1,235" in captured.err
     assert dict(_flatten({"a": {"b": 1}, "c": 2})) == {"a.b": 1, "c": 2}
+    assert dict(_flatten({"a": [{"b": 1}, {"b": 2}], "c": [3], "d": []})) == {"a.1.b": 1, "a.2.b": 2, "c": [3]}
 
 
 def test_what_stands_in_data_cannot_steer_a_terminal(capsys):

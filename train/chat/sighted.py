@@ -188,8 +188,10 @@ class SightedRows:
         return [row.texts[place] for place in places]
 
     def _images(self, chosen: Sequence[Sighted]) -> NDArray[np.float32]:
-        images = np.stack([picture() for each in chosen for picture in each.pictures]).transpose(0, 3, 1, 2)
+        mean, std = (np.array(each, np.float32) for each in (self.pixels.mean, self.pixels.std))
+        pictures = [picture() for each in chosen for picture in each.pictures]
+        same = [np.broadcast_to(each, (*each.shape[:2], len(mean))) for each in pictures]  # grey: all channels alike
+        images = np.stack(same).transpose(0, 3, 1, 2)
         if self.blind:
             images = np.full_like(images, _GREY)
-        mean, std = (np.array(each, np.float32) for each in (self.pixels.mean, self.pixels.std))
-        return np.ascontiguousarray(normalise(images, mean, std))  # a grey image has all channels alike
+        return np.ascontiguousarray(normalise(images, mean, std))

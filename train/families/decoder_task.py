@@ -17,6 +17,7 @@ from penjing.core.models.decoder import Decoder
 from penjing.core.models.hf_config import decoder_config_to_hf
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress, typed
+from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.adapter.int8 import Int8Base, read_int8_base
 from penjing.train.adapter.lora import adapt, adapted_weights, check_adapter, merge
@@ -155,7 +156,13 @@ class DecoderTask:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return self._served_beside(folder) or f'penjing generate {typed(folder)} "The import statement"'
+        return self._served_beside(folder) or _gone_on(folder)
+
+    def _asked(self, folder: Path) -> str:
+        """What `next_command` says of a model that learnt to answer: it chats where there is a template to chat by."""
+        if ChatTemplate.from_folder(folder) is None:
+            return _gone_on(folder)
+        return f"penjing serve {typed(folder)}, then penjing chat"
 
     def _served_beside(self, folder: Path) -> str:
         """How to serve an adapter that was written alone; empty where a whole network was."""
@@ -163,6 +170,10 @@ class DecoderTask:
             return ""
         beside = f"{folder.name}={folder}"
         return f"penjing serve {typed(self._int8.folder)} --openai 8080 --adapter {typed(beside)}"
+
+
+def _gone_on(folder: Path) -> str:
+    return f'penjing generate {typed(folder)} "The import statement"'
 
 
 def _check_adapter(recipe: RunRecipe) -> Path:

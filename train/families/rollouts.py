@@ -15,7 +15,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.files import writing
 from penjing.core.models.decoder import Decoder
-from penjing.core.progress import Progress, typed
+from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import read_backend
 from penjing.train.align.actor_critic import ActorCritic
 from penjing.train.align.learner import Learner
@@ -230,7 +230,7 @@ class RolloutTuning(DecoderTask):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"penjing serve {typed(folder)}, then penjing chat"
+        return self._asked(folder)
 
     def _bound(self) -> Learner:
         assert self._learner is not None, "after_update comes before the first batch"

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
-from penjing.core.progress import typed
 from penjing.train.chat.held_out import held_out_places, judged_places
 from penjing.train.data.stream import Indexed, Stream, one_pass, shuffled
 from penjing.train.families.base import NOTHING_HELD_OUT
@@ -54,7 +53,7 @@ class RowTask(DecoderTask, Generic[D, S]):
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return self._served_beside(folder) or f"penjing serve {typed(folder)}, then penjing chat"
+        return self._served_beside(folder) or self._asked(folder)
 
 
 def ready_config(folder: Path, data: RowData) -> DecoderConfig:

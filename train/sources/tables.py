@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 from collections.abc import Callable, Mapping, Sequence
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def json_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: it cannot be read, or a line is no object.
     """
-    rows = []
+    rows, number = [], 0
     try:
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), ""), 1):
@@ -89,6 +90,9 @@ def json_rows(path: Path) -> list[dict[str, Any]]:
                     if not isinstance(row, dict):
                         raise InputError(f"line {number} of {path} is no JSON object; write one a line")
                     rows.append(row)
+    except JSONDecodeError as error:
+        said = f"line {number} is no JSON ({error.msg} at column {error.colno})"
+        raise InputError(f"{path} cannot be read as JSON lines: {said}; write one JSON object a line") from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON lines: {error}; write one JSON object a line") from error
     return rows

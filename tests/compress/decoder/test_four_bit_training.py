@@ -175,7 +175,14 @@ def losses(out: Path) -> dict[str, Any]:
     return json.loads((out / "report.json").read_text())["stages"][-1]["record"]["training"]["losses"]
 
 
-@pytest.mark.parametrize("more", [[], ["steps.0.offsets=false"], ["steps.0.activations_bits=16"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(["steps.0.offsets=false"], marks=pytest.mark.full),
+        pytest.param(["steps.0.activations_bits=16"], marks=pytest.mark.full),
+    ],
+)
 def test_a_step_trains_an_artifact_with_its_gate_and_its_table(
     more: list[str],
     write: Any,

@@ -46,7 +46,7 @@ def learn(student: Path, tiny_checkpoint: Path, text_step: MakeStep, tmp_path: P
     return run
 
 
-@pytest.mark.parametrize("document_mask", [False, True])
+@pytest.mark.parametrize("document_mask", [pytest.param(False, marks=pytest.mark.full), True])
 def test_all_classes_in_the_cache_teach_as_the_teacher_does(
     learn: Callable[..., dict[str, Any]], document_mask: bool
 ) -> None:

@@ -117,7 +117,12 @@ def _error(rounded: Network, floating: Network) -> float:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [(branches, {}), (branches, {"learn_weights": True}), (patches, PLAIN), (patches, PLAIN | {"target": "tensorrt"})],
+    [
+        pytest.param(branches, {}, marks=pytest.mark.full),
+        (branches, {"learn_weights": True}),
+        pytest.param(patches, PLAIN, marks=pytest.mark.full),
+        (patches, PLAIN | {"target": "tensorrt"}),
+    ],
 )
 def test_training_makes_up_for_rounding_and_is_exported_as_it_is(
     tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any]

@@ -135,7 +135,9 @@ def test_steps_number_the_layers_that_stay() -> None:
     assert not found[0].keys() & {"weights_bits", "group", "offsets", "keep_int8"}
 
 
-def test_a_search_by_latency_writes_recipes_that_run(decoder: Path, tmp_path: Path) -> None:
+def test_a_search_by_latency_writes_recipes_that_run(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = base(decoder, tmp_path / "out")
     search: dict[str, Any] = {
         "base": str(tmp_path / "base.toml"),
@@ -159,6 +161,9 @@ def test_a_search_by_latency_writes_recipes_that_run(decoder: Path, tmp_path: Pa
     assert "predicted, ms" in (tmp_path / "search/report.html").read_text()
     for entry in result["front"]:
         assert load_recipe(tmp_path / "search" / entry["recipe"]).steps
+    monkeypatch.setattr("penjing.compress.search.search.TIMING", latency.TIMING + 1)
+    with pytest.raises(InputError, match="made from another checkpoint, settings or files"):
+        run_joint_search(tmp_path / "search.toml")
 
 
 def test_a_step_has_the_layers_of_its_combination(
@@ -301,4 +306,8 @@ def test_timings_of_another_way_to_time_are_not_taken(tmp_path: Path, monkeypatc
         monkeypatch.setattr(latency, "TIMING", way)
         latency.time_network(clock, (0, 1), Workload(rounds=3), Tasks(tmp_path))
         latency._parts(space_of(3), clock, Workload(rounds=3), Tasks(tmp_path), Silent())
-    assert made == [(0, 1), "parts"] * 2
+    monkeypatch.setattr(latency, "processor", lambda: {"name": "another", "cores": 2})
+    for _ in range(2):
+        latency.time_network(clock, (0, 1), Workload(rounds=3), Tasks(tmp_path))
+        latency._parts(space_of(3), clock, Workload(rounds=3), Tasks(tmp_path), Silent())
+    assert made == [(0, 1), "parts"] * 3

@@ -141,7 +141,8 @@ def test_a_search_of_another_model_is_refused(tmp_path: Path, network: Path) -> 
     run_joint_search(path)
     other = graph_folder(tmp_path / "other", Two(), image(12), seed=1)
     with pytest.raises(
-        InputError, match="another checkpoint, settings or files that they name; replace it with --force"
+        InputError,
+        match="settings or files that they name, or by another version of penjing; replace it",
     ):
         run_joint_search(path, [f'settings={{model="{other}"}}'])
     (tmp_path / "search/search.json").write_text('{"key": ')

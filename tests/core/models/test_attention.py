@@ -40,7 +40,7 @@ def test_layers_differ_from_full_attention_only_where_the_sequence_is_long(name:
     assert torch.equal(other(tokens), other(tokens))
 
 
-@pytest.mark.parametrize("name", ["full", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.full), "mixed"])
 def test_training_compiles_into_one_graph(name: str) -> None:
     torch._dynamo.reset()
     tokens = torch.randint(0, 50, (2, 150))

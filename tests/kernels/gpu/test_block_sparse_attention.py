@@ -71,7 +71,7 @@ def test_a_query_without_keys_gets_zeros(gpu_device: str) -> None:
     assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("tokens", [60, 64])
+@pytest.mark.parametrize("tokens", [60, pytest.param(64, marks=pytest.mark.full)])
 def test_hashed_attention_of_one_round(gpu_device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), _, _ = problem((2, 4, 2, tokens, 16), 16, torch.float32, gpu_device)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()

@@ -36,8 +36,9 @@ def outcome(at: float, arrivals: list[float], tokens: int = 3, status: int = 200
 class Door:
     """Answers as the front does, but only when so many requests have come."""
 
-    def __init__(self, wait_for: int, status: int = 200, breaks: bool = False) -> None:
+    def __init__(self, wait_for: int, status: int = 200, breaks: bool = False, refusal: Any = None) -> None:
         self.bodies: list[Any] = []
+        self._refusal = refusal
         self._wait_for, self._status, self._breaks = wait_for, status, breaks
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,8 +51,11 @@ class Door:
         length = re.search(rb"content-length: (\d+)", head)
         assert length is not None
         body = await reader.readexactly(int(length[1]))
-        writer.write(b"HTTP/1.1 %d X\r\n\r\n" % self._status)
-        if head.startswith(b"GET /v1/models "):
+        refuses = self._refusal is not None and head.startswith(b"POST ")
+        writer.write(b"HTTP/1.1 %d X\r\n\r\n" % (400 if refuses else self._status))
+        if refuses:
+            writer.write(json.dumps(self._refusal).encode())
+        elif head.startswith(b"GET /v1/models "):
             writer.write(b'{"data": [{"id": "tiny"}, {"id": "tiny:2"}]}')
         else:
             asked = json.loads(body)
@@ -184,6 +188,16 @@ def test_a_front_that_speaks_https_is_measured_if_its_certificate_is_trusted(
     assert found["complete"] == len(outcomes) > 0
     with open_door(Door(1)) as address, pytest.raises(UnavailableError, match="does not speak HTTPS"):
         bench_open_loop(f"https://{address}", "chat", 20, 0.5, GOALS)
+
+
+def test_why_requests_failed_is_said() -> None:
+    with open_door(Door(1, refusal={"error": {"message": "this model has no chat template"}})) as address:
+        figures, outcomes = bench_open_loop(address, "chat", 20, 0.5, GOALS)
+    assert figures["failed"] == figures["requests"] == len(outcomes)
+    assert figures["failures"] == [{"requests": len(outcomes), "why": "this model has no chat template"}]
+    assert "this model has no chat template" in load_page(figures, outcomes)
+    cut, short = outcome(0.0, [0.5], tokens=2), outcome(0.0, [0.5])
+    assert load_figures([cut, short], "chat", 2.0, GOALS)["failures"] == [{"requests": 1, "why": "2 of 3 tokens came"}]
 
 
 def test_the_model_with_the_name_is_asked() -> None:

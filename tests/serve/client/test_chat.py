@@ -100,7 +100,9 @@ def test_a_failure_ends_a_piped_chat(rote: type[Rote]) -> None:
         talk("good\nbad\nnever\n")
     assert len(rote.asked) == 2
     rote.ready = False
-    with pytest.raises(ServerError, match="penjing serve MODEL"):
+    with pytest.raises(
+        ServerError, match=r"no model 'llm' answers at localhost:1; .* names \(--model\) and gRPC ports"
+    ):
         talk("hi\n")
 
 

@@ -48,13 +48,14 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
         yield tiny_model(int8=request.param.startswith("int8"), sliding_window=window)
 
 
-def requests_of(params: dict[str, Any]) -> list[Request]:
-    """32 requests of 1 to 49 prompt tokens, some with a common beginning."""
+def requests_of() -> list[Request]:
+    """32 requests of 2 to 48 prompt tokens, some with a common beginning; every second one is sampled."""
     random = Random(0)
     shared = [random.randrange(256) for _ in range(30)]
     requests = []
     for i in range(32):
         prompt = shared[: random.randrange(1, 30)] + [random.randrange(256) for _ in range(random.randrange(1, 20))]
+        params = SAMPLED if i % 2 else GREEDY
         sampling = SamplingParams(max_tokens=4 + i % 10, ignore_eos=True, logprobs=1, **params)
         requests.append(Request(f"r{i}", prompt, sampling))
     return requests
@@ -73,56 +74,51 @@ def answers(engine: Any, requests: list[Request]) -> Answers:
     }
 
 
-@pytest.fixture(scope="module", params=["greedy", "sampled"])
-def params(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return GREEDY if request.param == "greedy" else SAMPLED
-
-
 @pytest.fixture(scope="module")
-def alone(loaded: LoadedModel, params: dict[str, Any]) -> Answers:
+def alone(loaded: LoadedModel) -> Answers:
     """Each request on an engine that runs nothing else and caches nothing."""
     engine = tiny_engine(loaded, enable_prefix_caching=False, max_num_batched_tokens=CONTEXT)
     merged: Answers = {}
-    for request in requests_of(params):
+    for request in requests_of():
         merged |= answers(engine, [request])
     return merged
 
 
-def test_a_batch_of_32(loaded: LoadedModel, params: dict[str, Any], alone: Answers) -> None:
+def test_a_batch_of_32(loaded: LoadedModel, alone: Answers) -> None:
     engine = tiny_engine(loaded, num_blocks=1000, max_num_batched_tokens=2000)
-    assert answers(engine, requests_of(params)) == alone
+    assert answers(engine, requests_of()) == alone
     assert engine.stats().num_preemptions == 0
 
 
 @pytest.mark.parametrize("budget", [1, 5, 32])
-def test_chunks_of_any_size(loaded: LoadedModel, params: dict[str, Any], alone: Answers, budget: int) -> None:
+def test_chunks_of_any_size(loaded: LoadedModel, alone: Answers, budget: int) -> None:
     engine = tiny_engine(loaded, max_num_batched_tokens=budget, max_num_sequences=min(budget, 6))
-    assert answers(engine, requests_of(params)) == alone
+    assert answers(engine, requests_of()) == alone
 
 
-def test_cache_hits(loaded: LoadedModel, params: dict[str, Any], alone: Answers) -> None:
+def test_cache_hits(loaded: LoadedModel, alone: Answers) -> None:
     engine = tiny_engine(loaded, num_blocks=1000)
-    answers(engine, requests_of(params))
+    answers(engine, requests_of())
     before = engine.stats().prefix_cache_hits
-    assert answers(engine, requests_of(params)) == alone
-    prompt_tokens = sum(len(request.prompt) for request in requests_of(params))
+    assert answers(engine, requests_of()) == alone
+    prompt_tokens = sum(len(request.prompt) for request in requests_of())
     assert engine.stats().prefix_cache_hits - before > prompt_tokens / 2
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preemption(loaded: LoadedModel, params: dict[str, Any], alone: Answers, caching: bool) -> None:
+def test_preemption(loaded: LoadedModel, alone: Answers, caching: bool) -> None:
     settings = {"max_model_len": 80, "watermark": 0.0, "max_num_batched_tokens": 32, "enable_prefix_caching": caching}
     # With a window of 12 tokens a sequence holds few blocks for long.
     num_blocks = 21 if loaded.config.sliding_window is None else 14
     engine = tiny_engine(loaded, num_blocks=num_blocks, **settings)
-    assert answers(engine, requests_of(params)) == alone
+    assert answers(engine, requests_of()) == alone
     assert engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("block_size", [1, 64])
-def test_block_sizes(loaded: LoadedModel, params: dict[str, Any], alone: Answers, block_size: int) -> None:
+def test_block_sizes(loaded: LoadedModel, alone: Answers, block_size: int) -> None:
     engine = tiny_engine(loaded, block_size=block_size, num_blocks=2400 // block_size)
-    assert answers(engine, requests_of(params)) == alone
+    assert answers(engine, requests_of()) == alone
 
 
 def test_forks_sample_what_separate_requests_would(loaded: LoadedModel) -> None:
@@ -130,7 +126,7 @@ def test_forks_sample_what_separate_requests_would(loaded: LoadedModel) -> None:
     prompt = list(range(30))
     request = Request("n", prompt, SamplingParams(n=4, seed=3, max_tokens=10, ignore_eos=True))
     quiet = run_all(tiny_engine(loaded, enable_prefix_caching=False), [request])
-    crowd = run_all(tiny_engine(loaded), [*requests_of(SAMPLED), request])
+    crowd = run_all(tiny_engine(loaded), [*requests_of(), request])
     for index in range(4):
         assert ids_of(quiet["n", index]) == ids_of(crowd["n", index])
     assert len({tuple(ids_of(outputs)) for outputs in quiet.values()}) == 4

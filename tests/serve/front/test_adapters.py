@@ -75,6 +75,14 @@ def test_an_adapter_to_add_has_a_name_and_a_folder(text: str, example: str) -> N
         add_adapter(1, text)
 
 
+@pytest.mark.parametrize("folder", ["carol", "carol/adapter"])
+def test_a_folder_without_a_name_is_told_one(tmp_path: Path, folder: str) -> None:
+    given = tmp_path / folder
+    given.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"write NAME=FOLDER, such as carol={given}$"):
+        add_adapter(1, str(given))
+
+
 @pytest.mark.server
 @pytest.mark.xdist_group("front")
 def test_adapters_come_and_go_and_a_restart_keeps_them(

@@ -86,6 +86,15 @@ def test_a_prompt_of_token_ids_is_answered_and_shown_as_text(adapted: Adapted) -
         assert bool(sender.responses[-1].tensors["num_cached_tokens"][0]) == expected
 
 
+def test_messages_for_a_model_that_does_not_chat_are_told_how_to_ask_it(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapted.adapter, "_chat_template", None)
+    sender = adapted.ask(messages='[{"role": "user", "content": "hi"}]')
+    assert sender.done.wait(60)
+    assert "send it a prompt (text_input, by HTTP /v1/completions)" in str(sender.error())
+
+
 def test_a_chat_template_gets_the_variables_of_a_request(adapted: Adapted) -> None:
     source = "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{{ messages[0].content }}"
     adapted.adapter._chat_template = ChatTemplate(source, "test")

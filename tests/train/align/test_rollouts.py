@@ -111,10 +111,10 @@ def test_the_reward_rises_and_the_engine_follows_the_learner(recipe: Path, tmp_p
 @pytest.mark.parametrize(
     "settings",
     [
-        ["algorithm.redraws=1"],
+        pytest.param(["algorithm.redraws=1"], marks=pytest.mark.full),
         ["algorithm.updates=2", "algorithm.kl=0.1"],
         ["data.ahead=true", "algorithm.kl=0.1", "algorithm.redraws=1"],
-        ["data.ahead=true", "algorithm.updates=2"],
+        pytest.param(["data.ahead=true", "algorithm.updates=2"], marks=pytest.mark.full),
     ],
 )
 def test_a_run_goes_on_as_if_it_had_not_stopped(recipe: Path, tmp_path: Path, settings: list[str]) -> None:

@@ -52,6 +52,15 @@ def test_a_placeholder_becomes_the_rows_of_its_image(tokens: SightTokens) -> Non
     assert [picture().shape for picture in found.pictures] == [(8, 8, 3)] * 2
 
 
+def test_grey_images_enter_a_network_of_three_channels(tokens: SightTokens) -> None:
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8, 1)
+    drawn = tokens.questions([(lambda: grey, [("what ?", "bag")])])
+    read = tokens.row({"prompt": "<image> what ?", "completion": "bag", "images": "b.png"})
+    images = SightedRows([*drawn, read], 0, PIXELS).batch(Draw(np.arange(2), np.ones(2, np.bool_)))["images"].numpy()
+    assert images.shape == (2, 3, 8, 8)
+    np.testing.assert_allclose(images[0], np.broadcast_to(grey[:, :, 0] / 127.5 - 1, (3, 8, 8)), atol=1e-6)
+
+
 def test_answers_are_what_a_batch_learns(tokens: SightTokens) -> None:
     one = tokens.row({"prompt": "<image> what is this ?", "completion": "a shoe", "images": ["a.png"]})
     two = tokens.row({"prompt": "<image> what ?", "completion": "bag", "images": "b.png"})

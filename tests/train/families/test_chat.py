@@ -181,3 +181,11 @@ def test_the_speed_counts_what_is_computed_and_tells_what_is_learnt(recipe: Path
     for record in records:
         assert record["tokens_per_s"] * record["step_s"] == pytest.approx(2 * 64)
         assert record["learnt_tokens_per_s"] * record["step_s"] == pytest.approx(record["count"])
+
+
+def test_a_chat_comes_next_where_there_is_a_template_to_chat_by(
+    recipe: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    task = build_task(load_train_recipe(recipe, []), Silent())
+    assert task.next_command(tiny_checkpoint) == f"penjing serve {tiny_checkpoint}, then penjing chat"
+    assert task.next_command(tmp_path / "without").startswith(f"penjing generate {tmp_path}/without ")

@@ -52,10 +52,9 @@ def test_what_is_packed_is_the_nearest_level_and_packs_to_itself(
     assert found.shape == values.shape
     assert packed.codes.dtype == torch.uint8
     assert packed.codes.numel() < values.numel() + BLOCK
-    table = levels(signed)
-    for place, (value, near) in enumerate(zip(values.reshape(-1).tolist(), found.reshape(-1).tolist(), strict=True)):
-        top = packed.scales[place // BLOCK].item()
-        assert abs(value - near) <= (table * top - value).abs().min().item() + 1e-6 * abs(top)
+    tops_N = packed.scales.repeat_interleave(BLOCK)[: values.numel()]
+    nearest_N = (levels(signed) * tops_N[:, None] - values.reshape(-1, 1)).abs().min(dim=1).values
+    assert ((values - found).abs().reshape(-1) <= nearest_N + 1e-6 * tops_N.abs()).all()
     again = Packed.of(found, signed)
     assert torch.equal(again.unpack(), found)
     assert torch.equal(again.codes, packed.codes) or scale == 0

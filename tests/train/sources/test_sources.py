@@ -114,6 +114,9 @@ def test_json_lines(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(InputError, match="no JSON object"):
         opened(path)
+    path.write_text(f'{json.dumps(lines[0])}\n\n{{"image": cut\n')
+    with pytest.raises(InputError, match=r"JSON lines: line 3 is no JSON \(Expecting value at column 11\); write one"):
+        opened(path)
 
 
 def test_endings_in_capitals_and_byte_order_marks_are_read_as_others(tmp_path: Path) -> None:
