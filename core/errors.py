@@ -11,6 +11,8 @@ PenjingError
     └── UnavailableError  there is none, or it loads, restarts or shuts down; try again later, or another one
 """
 
+from json import JSONDecodeError
+
 
 class PenjingError(Exception):
     """Base of all errors meant for a user; the CLI prints it as one line and exits with `exit_code`."""
@@ -57,3 +59,11 @@ class UnavailableError(ServerError):
 def first_line(error: BaseException) -> str:
     """What a library's exception says first, and what it is called where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def no_json(error: BaseException) -> str:
+    """What is wrong in one line of a file of JSON lines. The parser calls every line its first, which the caller knows
+    better."""
+    if isinstance(error, JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return first_line(error)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, no_json
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _question(line: str, where: str) -> Question:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error})") from None
+        raise InputError(f"{where}: not JSON ({no_json(error)})") from None
     forms = [read for name, read in _FORMS.items() if isinstance(values, dict) and name in values]
     if not forms:
         raise InputError(f"{where}: an object with {', '.join(_FORMS)} is needed, not {line[:60]!r}")

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from penjing.core.errors import InputError, SetupError, first_line
+from penjing.core.errors import InputError, SetupError, first_line, no_json
 from penjing.core.remote.blocks import open_remote
 from penjing.core.remote.files import RemoteFile
 
@@ -273,7 +273,7 @@ def _json_lines(file: AnyFile, name: str, column: str | None) -> Iterator[Record
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            yield Damage(where, f"not JSON ({error})")
+            yield Damage(where, f"not JSON ({no_json(error)})")
             continue
         if isinstance(values, dict):
             yield _of_values(values, where, column)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penjing.core.errors import InputError, RequestError, first_line
+from penjing.core.errors import InputError, RequestError, no_json
 from penjing.core.progress import Progress
 from penjing.core.text.records import DAMAGED, LINES, TABLES, arrow_module, form_of, open_bytes, table_batches
 from penjing.core.text.source_files import files_below
@@ -166,7 +166,7 @@ def _of_line(raw: bytes) -> Row | str:
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return f"it is no JSON ({first_line(error)})"
+        return f"it is no JSON ({no_json(error)})"
     return row if isinstance(row, dict) else "it is no JSON object"
 
 

@@ -10,7 +10,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError, first_line
+from penjing.core.errors import InputError, first_line, no_json
 from penjing.core.text.records import LINES, arrow_module
 from penjing.train.sources.folder import RECORDING, SUFFIXES
 from penjing.train.sources.settings import SourceSettings
@@ -91,7 +91,7 @@ def json_rows(path: Path) -> list[dict[str, Any]]:
                         raise InputError(f"line {number} of {path} is no JSON object; write one a line")
                     rows.append(row)
     except JSONDecodeError as error:
-        said = f"line {number} is no JSON ({error.msg} at column {error.colno})"
+        said = f"line {number} is no JSON ({no_json(error)})"
         raise InputError(f"{path} cannot be read as JSON lines: {said}; write one JSON object a line") from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON lines: {error}; write one JSON object a line") from error

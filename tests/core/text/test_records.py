@@ -64,7 +64,7 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: st
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "a', "not JSON"),
+        (b'{"text": "a', "not JSON (Invalid control character at column 12)"),
         (b'{"text": "\xff"}', "cannot be read as UTF-8: byte 0xff at place 10"),
         (b'{"text": "a\\u0000b"}', "NUL"),
         (b'{"text": "a\\ud800b"}', "half a surrogate pair"),
