@@ -6,6 +6,7 @@ python docs/examples/spoken_digits.py build/digits
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ TEST = ("m5", "f5")  # speakers of whom nothing is learnt
 
 def main(folder: Path) -> None:
     """Write wav/*.wav, learn.jsonl and test.jsonl."""
+    if shutil.which("espeak-ng") is None:
+        raise SystemExit("error: espeak-ng is missing; apt-get install espeak-ng")
     (folder / "wav").mkdir(parents=True, exist_ok=True)
     random, rows = np.random.default_rng(0), {"learn": [], "test": []}
     for variant in VARIANTS:
