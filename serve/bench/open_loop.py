@@ -90,7 +90,8 @@ class Outcome:
         """Why it failed; empty if it was answered in full, or refused."""
         if self.complete or self.refused:
             return ""
-        return self.error or f"{self.tokens} of {self.asked.max_tokens} tokens came"
+        came = f"{self.tokens} of {self.asked.max_tokens} tokens came"
+        return self.error or (came if self.status in (0, 200) else f"HTTP status {self.status}")
 
     @property
     def complete(self) -> bool:
@@ -227,12 +228,12 @@ async def send(address: Address, outcome: Outcome, model: str, due: float) -> No
             writer.write(_request(address, "POST", "/v1/chat/completions", outcome.asked.body(model)))
             outcome.status = _status(await reader.readline())
             while line := await reader.readline():
-                line = line.removeprefix(b"data: ")
-                if not line.startswith(b"{"):
+                refusal = outcome.status != 200 and line.startswith(b"{") and line.rstrip().endswith(b"}")
+                if not (line.startswith(b"data: {") or refusal):
                     continue
-                event = json.loads(line)
-                if "error" in event:
-                    outcome.error = str(event["error"]["message"])
+                event = json.loads(line.removeprefix(b"data: "))
+                if error := event.get("error"):
+                    outcome.error = str(error.get("message", error) if isinstance(error, dict) else error)
                 if any(choice["delta"].get("content") for choice in event.get("choices", ())):
                     outcome.arrivals.append(time.monotonic() - due)
                 if event.get("usage"):
