@@ -17,8 +17,8 @@ from penjing.serve.engine.request import Request
 from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import CONTEXT, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
 
-GREEDY = {"temperature": 0.0}
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
 
 Answers = dict[str, list[tuple[int, Any]]]
 
