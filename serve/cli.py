@@ -152,7 +152,7 @@ def serve(
     - `penjing serve build/resnet-fashion-int8 --set max_queue_delay=0.002 # a classifier, of images`
     - `penjing serve build/net-int8 # any other network, by its own inputs and outputs`
     - `penjing serve llm=build/smollm2-int8 embed=build/minilm-int8 --openai 8080 # several models, one front`
-    - `penjing serve llm=build/smollm2 --openai 8080 --adapter llm:alice=build/alice # also the model llm:alice`
+    - `penjing serve llm=build/smollm2 --openai 8080 --adapter llm:alice=build/alice/adapter # also the model llm:alice`
     - `penjing serve llm:1=build/a llm:2=build/b --share llm:2=0.1 --openai 8080 # two versions of a model`
 
     Clients: `penjing chat`, `penjing.Client` in Python, or any client of Triton server: of a classifier
