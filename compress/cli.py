@@ -102,10 +102,9 @@ def compress(
     - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
     - `penjing compress recipes/smollm2-int8.toml --set steps.0.lm_head=keep`
     """
-    from penjing.core.config import read_recipe
-    from penjing.core.recipes import check_stage
+    from penjing.core.config import refuse_early
 
-    check_stage(read_recipe(recipe), str(recipe), "compress")  # before all that compresses is imported
+    refuse_early(recipe, "compress")
     from penjing.compress.run import run_recipe
     from penjing.core.progress import progress_bar
 

@@ -57,10 +57,9 @@ def train(
     - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml # runs on many nodes`
     - `tensorboard --logdir build/decoder-tiny-run # shows the curves`
     """
-    from penjing.core.config import read_recipe
-    from penjing.core.recipes import check_stage
+    from penjing.core.config import refuse_early
 
-    check_stage(read_recipe(recipe), str(recipe), "train")  # before all that trains is imported, which takes seconds
+    refuse_early(recipe, "train")
     if launch is not None:
         from penjing.train.launch.launch import launch as start
 

@@ -92,6 +92,14 @@ def test_what_is_wrong_with_a_recipe_is_told_before_torch_is_imported(stage, oth
         assert result.stderr.count("\n") == 1
 
 
+def test_a_recipe_may_come_through_a_pipe():
+    recipe = 'model = "nowhere"\noutput = "out"\n[[steps]]\nkind = "quantize"\n'
+    command = [sys.executable, "-c", "from penjing.core.cli import main; main()", "compress", "/dev/stdin"]
+    result = subprocess.run(command, input=recipe, capture_output=True, text=True, check=False)
+    assert "nowhere" in result.stderr, result.stderr
+
+
+
 @pytest.mark.parametrize("group", [[], ["keys"]])
 def test_a_group_without_a_command_shows_its_help_and_no_error(group):
     result = run(*group)
