@@ -255,6 +255,8 @@ def readme_table(folder: Path = RESULTS) -> str:
             rows = [row for row in measured if row.metric == start + metric]
             if not rows:
                 raise InputError(f"the README's table needs a measured row {start + metric} in {folder / name}.jsonl")
+            if metric.endswith("_rise"):  # what is lost is the processor's that loses most, not the newest's
+                rows = [max(rows, key=lambda row: row.value or 0.0)]
             rows = [row for row in rows if row.date == max(row.date for row in rows)]
             said = amount(rows[0].value or 0.0, rows[0].unit) + spreads.get(id(rows[0]), "")
             values.append(f"{said} {metric.removesuffix('_rise')}" if metric.endswith("_rise") else said)
