@@ -233,7 +233,7 @@ async def send(address: Address, outcome: Outcome, model: str, due: float) -> No
                     continue
                 event = json.loads(line.removeprefix(b"data: "))
                 if error := event.get("error"):
-                    outcome.error = str(error.get("message", error) if isinstance(error, dict) else error)
+                    outcome.error = f"{error.get('message', error) if isinstance(error, dict) else error!s:.300}"
                 if any(choice["delta"].get("content") for choice in event.get("choices", ())):
                     outcome.arrivals.append(time.monotonic() - due)
                 if event.get("usage"):

@@ -196,10 +196,11 @@ def test_why_requests_failed_is_said() -> None:
     assert figures["failed"] == figures["requests"] == len(outcomes)
     assert figures["failures"] == [{"requests": len(outcomes), "why": "this model has no chat template"}]
     assert "this model has no chat template" in load_page(figures, outcomes)
-    for body, why in (({"error": "none of that"}, "none of that"), ({"detail": "other"}, "HTTP status ")):
+    for body, why in (({"error": "x" * 5000}, "xxx"), ({"error": [1]}, "[1]"), ({"detail": "other"}, "HTTP status ")):
         with open_door(Door(1, refusal=body)) as address:
             (failure,) = bench_open_loop(address, "chat", 20, 0.5, GOALS)[0]["failures"]
         assert failure["why"].startswith(why)
+        assert len(failure["why"]) <= 300
     cut, short = outcome(0.0, [0.5], tokens=2), outcome(0.0, [0.5])
     assert load_figures([cut, short], "chat", 2.0, GOALS)["failures"] == [{"requests": 1, "why": "2 of 3 tokens came"}]
 
