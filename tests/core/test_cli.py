@@ -99,7 +99,6 @@ def test_a_recipe_may_come_through_a_pipe():
     assert "nowhere" in result.stderr, result.stderr
 
 
-
 @pytest.mark.parametrize("group", [[], ["keys"]])
 def test_a_group_without_a_command_shows_its_help_and_no_error(group):
     result = run(*group)

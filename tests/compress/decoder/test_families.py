@@ -58,11 +58,7 @@ def answers(folder: Path, checkpoint: Path) -> float:
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("changes", "bound"),
-    [([UNROTATED], 0.1), pytest.param(FOUR, 0.5, marks=pytest.mark.full)],
-    ids=["int8", "int4"],
-)
+@pytest.mark.parametrize(("changes", "bound"), [([UNROTATED], 0.1), (FOUR, 0.5)], ids=["int8", "int4"])
 def test_the_artifact_answers_nearly_as_the_model(
     fields: dict[str, Any], changes: list[str], bound: float, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
 ) -> None:

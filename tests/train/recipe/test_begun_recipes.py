@@ -1,5 +1,5 @@
-"""Recipes that train from scratch that come with penjing take their first step as they are written; for what they
-fetch there is a stand-in. Those of alignment have a file of their own."""
+"""Recipes of training that come with penjing take their first step as they are written; for what they fetch there is a
+stand-in. Those of alignment have a file of their own."""
 
 from __future__ import annotations
 
