@@ -11,7 +11,7 @@ PenjingError
     └── UnavailableError  there is none, or it loads, restarts or shuts down; try again later, or another one
 """
 
-from json import JSONDecodeError
+import json
 
 
 class PenjingError(Exception):
@@ -64,6 +64,6 @@ def first_line(error: BaseException) -> str:
 def no_json(error: BaseException) -> str:
     """What is wrong in one line of a file of JSON lines. The parser calls every line its first, which the caller knows
     better."""
-    if isinstance(error, JSONDecodeError):
+    if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return first_line(error)
