@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from penjing.core.cluster.answers import answer_of, failure, output_for_answers
+from penjing.core.cluster.start import room_for_process
 from penjing.core.errors import SetupError
 
 _TRIES = 2
@@ -30,8 +31,8 @@ def run_tasks(
         done: called with each task that is complete, from this thread.
 
     Raises:
-        PenjingError: the first error of a task, or a process that was killed twice by the same one. Tasks that are
-            complete stay so; the others are ended.
+        PenjingError: the first error of a task, a process that was killed twice by the same one, or no room for a
+            process. Tasks that are complete stay so; the others are ended.
     """
     events: SimpleQueue[tuple[int, dict[str, Any] | None]] = SimpleQueue()  # (place of the worker, answer or None)
     running: dict[int, tuple[_Worker, int]] = {}
@@ -100,13 +101,14 @@ class _Worker:
     """A process, and a thread that hears its answers and its end."""
 
     def __init__(self, command: list[str], place: int, events: SimpleQueue[tuple[int, dict[str, Any] | None]]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        with room_for_process():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         self._place, self._events = place, events
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from penjing.core.cluster.start import room_for_process
 from penjing.core.cluster.tied import end_with
-from penjing.core.errors import ServerError, SetupError
+from penjing.core.errors import ServerError
 from penjing.core.files import atomic_write_text, writing
 from penjing.core.progress import Progress
 from penjing.serve.supervisor import state
@@ -63,18 +64,15 @@ def start_apart(command: list[str], errors: Path, number: int | None) -> subproc
     """
     with writing(errors):
         errors.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr:
-            try:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stderr,
-                    stderr=stderr,
-                    start_new_session=True,
-                    preexec_fn=None if number is None else partial(end_with, os.getpid(), number),
-                )
-            except OSError as error:
-                raise SetupError(f"no process can be started: {error}; end other programs and run again") from error
+        with open(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stderr, room_for_process():
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=None if number is None else partial(end_with, os.getpid(), number),
+            )
 
 
 def start_behind(

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from penjing.core.cluster.start import room_for_process
 from penjing.core.errors import InputError
 from penjing.train.align.prompts import Answer, Prompt
 from penjing.train.chat.rows import Row
@@ -28,14 +29,16 @@ class UserReward:
 
     Raises:
         InputError: there is no such function, or its file raises.
+        SetupError: the machine has no room for another process.
     """
 
     def __init__(self, spec: str, timeout: float) -> None:
         self._spec, self._timeout = spec, timeout
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "penjing.train.align.worker", spec],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        with room_for_process():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penjing.train.align.worker", spec],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
         self._pending = b""
         weakref.finalize(self, _end, self._process)
         self._read(_START_S, "its file")

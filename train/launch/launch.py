@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from penjing.core.cluster.start import room_for_process
 from penjing.core.errors import ConfigError
 from penjing.train.plan.preflight import check_recipe, check_run
 from penjing.train.recipe.load import load_train_recipe
@@ -27,6 +28,7 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
     Raises:
         ConfigError: not even one process, this is one of torchrun's already, the recipe wants another number, or one
             would need more than its memory.limit.
+        SetupError: the machine has no room for another process.
     """
     if num_processes < 1:
         raise ConfigError(f"--launch {num_processes}: at least 1 process is needed")
@@ -39,12 +41,14 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
     arguments = [str(recipe), *(flag for override in overrides for flag in ("--set", override)), *flags]
     threads = str(max(len(os.sched_getaffinity(0)) // num_processes, 1))
     command = [sys.executable, "-m", "penjing.train.launch.agent", "--standalone"]
-    with subprocess.Popen(
-        [*command, "--nproc-per-node", str(num_processes), "-m", "penjing.train", *arguments],
-        stdin=subprocess.PIPE,  # it ends with this process, and torchrun then
-        env={"OMP_NUM_THREADS": threads} | os.environ,
-        start_new_session=True,  # else Ctrl-C would reach each process twice: from the terminal and from torchrun
-    ) as process:
+    with room_for_process():
+        process = subprocess.Popen(
+            [*command, "--nproc-per-node", str(num_processes), "-m", "penjing.train", *arguments],
+            stdin=subprocess.PIPE,  # it ends with this process, and torchrun then
+            env={"OMP_NUM_THREADS": threads} | os.environ,
+            start_new_session=True,  # else Ctrl-C would reach each process twice: from the terminal and from torchrun
+        )
+    with process:
 
         def forward(number: int, frame: object) -> None:
             process.send_signal(number)

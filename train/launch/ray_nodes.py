@@ -181,7 +181,10 @@ class Machine:
         """Start torchrun in a folder; what is wrong with it, or nothing."""
         if not Path(folder).is_dir():
             return f"{folder} is not there; all machines must see the same files"
-        self._torchrun = TiedTorchrun(arguments, Path(folder))
+        try:
+            self._torchrun = TiedTorchrun(arguments, Path(folder))
+        except SetupError as error:
+            return str(error)
         return ""
 
     def look(self, seconds: float) -> tuple[int | None, list[str]]:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from penjing.core.cluster.start import room_for_process
+
 LINES = 1000  # that are kept until somebody asks
 
 
@@ -25,19 +27,23 @@ class TiedTorchrun:
     Args:
         arguments: of torchrun.
         folder: its working folder.
+
+    Raises:
+        SetupError: the machine has no room for another process.
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "penjing.train.launch.agent", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd=folder,
-            start_new_session=True,  # what is done to the starter's process group is not meant for it
-        )
+        with room_for_process():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penjing.train.launch.agent", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                cwd=folder,
+                start_new_session=True,  # what is done to the starter's process group is not meant for it
+            )
         self._lines: deque[str] = deque(maxlen=LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

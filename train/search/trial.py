@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from penjing.core.cluster.start import room_for_process
 from penjing.core.cluster.tied import end_with
 from penjing.core.errors import SetupError
 from penjing.core.files import writing
@@ -65,7 +66,8 @@ class Trials:
         state: it is waited for.
 
         Raises:
-            SetupError: a file cannot be written, or another process goes on working on the trial.
+            SetupError: a file cannot be written, another process goes on working on the trial, or the machine has no
+                room for one more.
         """
         result, log = folder / "evaluation.json", folder / "log.txt"
         changes = [part for override in overrides for part in ("--set", override)]
@@ -79,16 +81,17 @@ class Trials:
             with self._lock:
                 if self.stopped:
                     return None
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "penjing.train", str(recipe), *changes, *goes],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    env=os.environ | {"OMP_NUM_THREADS": str(self._threads)},
-                    start_new_session=True,  # Ctrl-C reaches it through `stop`
-                    pass_fds=(lock,),  # held until it ends, whatever becomes of this process
-                    preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),  # and so saves its state
-                )
+                with room_for_process():
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "penjing.train", str(recipe), *changes, *goes],
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=out,
+                        env=os.environ | {"OMP_NUM_THREADS": str(self._threads)},
+                        start_new_session=True,  # Ctrl-C reaches it through `stop`
+                        pass_fds=(lock,),  # held until it ends, whatever becomes of this process
+                        preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),  # and so saves its state
+                    )
                 self._running.add(process)
             process.wait()
             with self._lock:

@@ -1,0 +1,22 @@
+"""The start of another process, where the machine may have no room for one."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penjing.core.errors import SetupError
+
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # of processes, memory and open files
+
+
+@contextmanager
+def room_for_process() -> Iterator[None]:
+    """Turn the operating system's refusal to start one more process into a `SetupError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise SetupError(f"no process can be started: {error}; end other programs and run again") from error
