@@ -23,6 +23,7 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import graph_config
 from penjing.core.imports.user_code import user_function
+from penjing.train.data.stream import OrderedStream, Stream
 from penjing.train.families.base import Task
 from penjing.train.families.graph import GraphTraining, laid_out, rebuilt
 from penjing.train.numerics.precision import Precision, PrecisionConfig
@@ -33,6 +34,7 @@ from penjing.train.processes.devices import choose_device
 from penjing.train.processes.world import World
 from penjing.train.recipe.data import SampleData
 from penjing.train.recipe.recipe import RunRecipe
+from penjing.train.sources.mix import MixedSamples
 
 _MEASURED = 64  # samples that say how large the teacher's results are
 
@@ -83,8 +85,6 @@ class FromTeacher:
         loss: "divergence" of the softened classes, "mse", "cosine", or the user's own function.
         outputs: how many results of both are outputs; the others are features.
         keeps: the model learns in evaluation mode, with the statistics of batch norms that it has.
-        mix: in training, floating inputs are mixed with those of another sample of the batch, whose share is anything
-            up to this.
         scales: of each of the teacher's results the mean square, which squared errors are relative to; empty where
             none are taken. Measured once, and not of each batch, so that they do not depend on micro-batches.
     """
@@ -95,7 +95,6 @@ class FromTeacher:
     weights: DistillWeights
     temperature: float
     outputs: int
-    mix: float = 0.0
     keeps: bool = False
     scales: tuple[float, ...] = ()
 
@@ -110,8 +109,6 @@ class FromTeacher:
             InputError: the user's function gives something else than a loss for each sample.
         """
         inputs, real = inputs_of(batch), batch[REAL]
-        if self.mix and model.training:
-            inputs = mixed(inputs, real, self.mix)
         learns = model.training
         if self.keeps and learns:
             model.eval()
@@ -166,18 +163,7 @@ class FromTeacher:
         """Cross-entropy where the samples have classes, else the outputs beside the teacher's, not softened."""
         if self.classes is not None:
             return self.classes.evaluation()
-        return replace(self, weights=DistillWeights(), temperature=1.0, mix=0.0)
-
-
-def mixed(inputs: tuple[Tensor, ...], real: Tensor, most: float) -> tuple[Tensor, ...]:
-    """Each sample with up to `most` of the one before it, where both are real (https://arxiv.org/abs/1710.09412)."""
-    share = most * torch.rand(len(real)).to(real.device) * (real & real.roll(1, 0))
-    return tuple(
-        each.lerp(each.roll(1, 0), share.to(each).view(-1, *[1] * (each.dim() - 1)))
-        if each.is_floating_point()
-        else each
-        for each in inputs
-    )
+        return replace(self, weights=DistillWeights(), temperature=1.0)
 
 
 def _summed(losses: Tensor, real: Tensor) -> Tensor:
@@ -205,11 +191,24 @@ def cosine_distances(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 class Taught(WrappedTask):
-    """`task`, learnt by `objective`."""
+    """`task`, learnt by `objective`.
 
-    def __init__(self, task: Task, objective: FromTeacher) -> None:
+    Args:
+        mix: each sample is mixed with another, whose share is anything up to this; see `MixedSamples`.
+    """
+
+    def __init__(self, task: Task, objective: FromTeacher, mix: float = 0.0) -> None:
         super().__init__(task)
         self.objective: TaskObjective = objective
+        self._mix = mix
+
+    def stream(self, micro_batch: int, world: World) -> Stream:
+        """See `Task`."""
+        stream = super().stream(micro_batch, world)
+        if not self._mix:
+            return stream
+        assert isinstance(stream, OrderedStream)
+        return OrderedStream(MixedSamples(stream.samples, self._mix, by_class=False), stream.order)
 
 
 def taught_by_graph(task: Task, recipe: RunRecipe, student: Path, teacher: Path, step: Any) -> Task:
@@ -220,6 +219,8 @@ def taught_by_graph(task: Task, recipe: RunRecipe, student: Path, teacher: Path,
         InputError: student and teacher take or give different things.
     """
     assert isinstance(task, GraphTraining)
+    if step.weights.cross_entropy and step.mix:
+        raise ConfigError("a mixture of two samples has no class of its own; set weights.cross_entropy or mix to 0")
     return Taught(
         task,
         from_teacher(
@@ -231,9 +232,9 @@ def taught_by_graph(task: Task, recipe: RunRecipe, student: Path, teacher: Path,
             step.temperature,
             step.loss,
             step.features,
-            step.mix,
             step.batch_norms == "keep",
         ),
+        step.mix,
     )
 
 
@@ -246,7 +247,6 @@ def from_teacher(
     temperature: float = 1.0,
     loss: str = "auto",
     features: tuple[str, ...] = (),
-    mix: float = 0.0,
     keeps: bool = False,
 ) -> FromTeacher:
     """The objective of `taught_by_graph`; `task` gives the results of `features` too from here on."""
@@ -262,8 +262,6 @@ def from_teacher(
         raise ConfigError("weights.hidden and features, the nodes that are compared, belong together; set both")
     if weights.cross_entropy and not task.labelled:
         raise ConfigError("weights.cross_entropy needs samples with classes, and these have none; set it to 0")
-    if weights.cross_entropy and mix:
-        raise ConfigError("a mixture of two samples has no class of its own; set weights.cross_entropy or mix to 0")
     divides = task.num_classes > 1
     if loss == "divergence" and not divides:
         raise ConfigError("loss = 'divergence' needs a first output of (batch, classes); use 'mse' or 'cosine'")
@@ -278,7 +276,7 @@ def from_teacher(
     classes = task.objective if task.labelled else None
     assert classes is None or isinstance(classes, Classes)
     scales = mean_squares(model, task, device) if chosen == "mse" or features else ()
-    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), mix, keeps, scales)
+    return FromTeacher(model, classes, chosen, weights, temperature, len(ours.outputs), keeps, scales)
 
 
 @torch.no_grad()

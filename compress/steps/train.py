@@ -115,7 +115,7 @@ class Distill(TrainedStep):
         default=0.0,
         ge=0,
         le=0.5,
-        description="Each sample of a graph is mixed with another of its batch, whose share is anything up to this; "
+        description="Each sample of a graph is mixed with another, whose share is anything up to this; "
         "teacher and student see the mixture.",
     )
     batch_norms: Literal["learn", "keep"] = Field(

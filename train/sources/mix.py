@@ -17,17 +17,20 @@ _OTHER, _SHARE, _CHANGES = 11, 12, 13  # keys of the numbers that are drawn; aug
 
 @dataclass(frozen=True)
 class MixedSamples:
-    """`samples`, which have "targets" (B,), each mixed with another one where they are learnt from.
+    """`samples`, which have "targets" (B,), each mixed with another one where they are learnt from; entries of whole
+    numbers stay what they are.
 
     The other one, its share and how it is augmented follow from a sample's own random number, so that neither the batch
     nor the number of processes changes a mixture.
 
     Attributes:
         most: the other sample's share is anything from 0 to this.
+        by_class: samples without a class are not mixed, since nothing else is learnt. A teacher needs none.
     """
 
     samples: Indexed
     most: float
+    by_class: bool = True
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -40,8 +43,9 @@ class MixedSamples:
         places = (mix(draw.random, _OTHER) % np.uint64(len(self.samples))).astype(np.int64)
         other = self.samples.batch(Draw(places, draw.real, mix(draw.random, _CHANGES)))
         drawn = (mix(draw.random, _SHARE) >> np.uint64(11)).astype(np.float64) / 2**53
-        known = (batch["targets"] != IGNORED) & (other["targets"] != IGNORED)
-        shares = torch.from_numpy((self.most * drawn).astype(np.float32)) * known
+        shares = torch.from_numpy((self.most * drawn).astype(np.float32))
+        if self.by_class:
+            shares *= (batch["targets"] != IGNORED) & (other["targets"] != IGNORED)
         joined = {
             name: value.lerp(other[name], shares.to(value.dtype).view(-1, *[1] * (value.dim() - 1)))
             for name, value in batch.items()

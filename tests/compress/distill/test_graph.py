@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penjing.compress.distill.graph import FromTeacher, cosine_distances, mixed, squared_errors
+from penjing.compress.distill.graph import (
+    FromTeacher,
+    cosine_distances,
+    samples,
+    squared_errors,
+    taught_by_graph,
+)
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.run import run_recipe
+from penjing.compress.samples.data import DataSettings
+from penjing.compress.steps.train import Distill
 from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import Pixels
 from penjing.core.graph.network import tensors_of
-from penjing.train.families.graph import rebuilt
-from penjing.train.objective.outputs import REAL, Classes
+from penjing.core.progress import Silent
+from penjing.train.families.graph import GraphTraining, rebuilt
+from penjing.train.objective.outputs import REAL, Classes, inputs_of
+from penjing.train.processes.world import World
+from penjing.train.recipe.recipe import RunRecipe
 from tests.compress.graphs import graph_folder
 from tests.core.graph.networks import Residual
 from tests.train.sources.photos import folder_of
@@ -198,16 +210,29 @@ def test_a_rebuilt_graph_has_its_own_tensors(tmp_path: Path) -> None:
     assert kept.module.get_parameter("last.weight").abs().sum() > 0
 
 
-def test_samples_are_mixed_with_the_one_before() -> None:
-    x, numbers = torch.eye(4), torch.arange(4)
-    real = torch.tensor([True, True, True, False])
-    found, same = mixed((x, numbers), real, 0.4)
-    assert same is numbers
-    shares = found.diagonal()
-    assert bool((shares >= 0.6).all())
-    assert torch.allclose(found.sum(1), torch.ones(4))
-    assert torch.allclose(found[2, 1], 1 - shares[2])  # with the one before it
-    assert torch.equal(found[[0, 3]], x[[0, 3]])  # the one before is not real, or itself
+def test_mixtures_do_not_depend_on_micro_batches(tmp_path: Path, photos: str) -> None:
+    """Samples were mixed with the one before them in the micro-batch, so that its size changed the loss."""
+    folder, teacher = network(tmp_path / "net"), network(tmp_path / "teacher", seed=7)
+    step = Distill.model_validate(FAST | {"kind": "distill", "steps": 1, "mix": 0.4})
+    data = samples(folder, step, DataSettings.model_validate({"images": photos, "held_out": 0.3, "labels": False}))
+    rest = {"output": tmp_path / "out", "run": tmp_path / "run", "steps": 1, "evaluation": {"every": 0}}
+    recipe = RunRecipe.model_validate({"data": data.model_dump()} | rest)
+    task = taught_by_graph(GraphTraining(folder, recipe, data, Silent()), recipe, folder, teacher, step)
+    model = rebuilt(load_network(folder), ())
+
+    def learnt(size: int) -> tuple[torch.Tensor, float]:
+        batches = list(islice(task.stream(size, World()), 8 // size))
+        with torch.no_grad():
+            losses = [task.objective(model.train(), batch).total for batch in batches]
+        return torch.cat([inputs_of(batch)[0] for batch in batches]), float(torch.stack(losses).sum())
+
+    (mixed, loss), (parts, other) = learnt(8), learnt(2)
+    assert torch.equal(mixed, parts)
+    assert loss == pytest.approx(other, rel=1e-5)
+    step = step.model_copy(update={"mix": 0.0})
+    plain = taught_by_graph(GraphTraining(folder, recipe, data, Silent()), recipe, folder, teacher, step)
+    images = inputs_of(next(iter(plain.stream(8, World()))))[0]
+    assert not torch.equal(images, mixed)
 
 
 def test_a_graph_learns_from_parts_and_mixtures(tmp_path: Path, photos: str) -> None:
