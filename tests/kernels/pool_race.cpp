@@ -1,11 +1,17 @@
 // Exercises the thread pool for ThreadSanitizer: barriers inside a call, callers taking turns, teams that change size,
-// a caller that goes on alone while its team does not come.
+// a caller that goes on alone while its team does not come, and callers that sample, each in its own working memory.
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
+#include "ops.h"
 #include "pool.h"
+#include "sample.h"
+
+// One instruction set is enough here.
+const penjing::Ops& penjing::ops() { return scalar_ops(); }
 
 namespace {
 
@@ -49,10 +55,40 @@ bool retreats() {
     return late.members == std::vector<int>{2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 2};
 }
 
+constexpr int SAMPLERS = 3;
+
+// One token of more and more logits, so that working memory grows; all callers begin each size at a time.
+bool sample(std::atomic<int>& begun) {
+    int together = 0;
+    bool good = true;
+    for (size_t vocab = 500; vocab < 500000; vocab *= 2) {
+        std::vector<float> logits(vocab);
+        logits.back() = 1;
+        penjing::SampleRow row{};
+        row.logits = logits.data();
+        row.top_p = row.repetition = 1;
+        row.num_logprobs = row.token = -1;
+        penjing::SampleRow* rows[] = {&row};
+        together += SAMPLERS;
+        for (++begun; begun < together;) std::this_thread::yield();
+        good = penjing::sample_rows(rows, 1, static_cast<int64_t>(vocab)) == 0 && good;
+        good = row.token == static_cast<int32_t>(vocab - 1) && good;
+    }
+    return good;
+}
+
+bool sample_at_a_time() {
+    std::atomic<int> begun{0}, good{0};
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < SAMPLERS; ++caller) callers.emplace_back([&] { good += sample(begun); });
+    for (std::thread& caller : callers) caller.join();
+    return good == SAMPLERS;
+}
+
 }  // namespace
 
 int main() {
-    bool good = retreats();
+    bool good = retreats() && sample_at_a_time();
     for (int threads : {1, 2, 4, 3}) {
         penjing::set_num_threads(threads);
         std::vector<std::thread> callers;

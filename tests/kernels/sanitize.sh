@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer and runs their tests on that build, and the
-# thread pool under ThreadSanitizer. The build emulates the instruction that AVX-VNNI adds to AVX2, so that any processor
-# tests that level. Needs g++ (or $CXX) and the environment's python (or $PYTHON).
+# thread pool and sampling under ThreadSanitizer. The build emulates the instruction that AVX-VNNI adds to AVX2, so that
+# any processor tests that level. Needs g++ (or $CXX) and the environment's python (or $PYTHON).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -15,7 +15,8 @@ for source in kernels/cpu/*.cpp; do
   "$CXX" "${flags[@]}" -O1 -fsanitize=address,undefined -fno-sanitize-recover=all \
     -c "$source" -o "$work/$(basename "$source").o" &
 done
-"$CXX" "${flags[@]}" -O1 -fsanitize=thread -Ikernels/cpu tests/kernels/pool_race.cpp kernels/cpu/pool.cpp -o "$work/race" &
+"$CXX" "${flags[@]}" -O1 -fsanitize=thread -Ikernels/cpu tests/kernels/pool_race.cpp \
+  kernels/cpu/{pool,sample,memory,ops_scalar}.cpp -o "$work/race" &
 for job in $(jobs -p); do wait "$job"; done
 "$CXX" -shared -fsanitize=address,undefined -pthread "$work"/*.o -o "$work/_cpu.so"
 
