@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ def _translated(program: ExportedProgram) -> ir.Model:
         QUANTIZED: _quantized,
         WIDENED: _widened,
         torch.ops.aten.sort.stable: _sorted,
+        torch.ops.aten.upsample_linear1d.default: partial(_resized, "linear"),
+        torch.ops.aten.upsample_bilinear2d.default: partial(_resized, "linear"),
+        torch.ops.aten.upsample_trilinear3d.default: partial(_resized, "linear"),
+        torch.ops.aten.upsample_bicubic2d.default: partial(_resized, "cubic"),
     }
     try:
         with _quiet(), without_stacks():
@@ -131,6 +136,20 @@ def _sorted(x: Any, stable: bool | None = None, dim: int = -1, descending: bool 
     """TopK of all, for it has the first of equal values first."""
     size: Any = op.Shape(x, start=dim, end=dim + 1 or None)
     return op.TopK(x, size, axis=dim, largest=int(descending))
+
+
+def _resized(mode: str, x: Any, size: Any, aligned: bool, a: Any = None, b: Any = None, c: Any = None) -> Any:
+    """By its factors where torch computes places by them. Its own translation leaves them out, and so computes places
+    by the sizes, which are cut off to integers."""
+    factors = [factor for factor in (a, b, c) if factor is not None]
+    if factors and not aligned:
+        scales: Any = op.Constant(value_floats=[1.0, 1.0, *factors])
+        return op.Resize(x, None, scales, mode=mode, coordinate_transformation_mode="half_pixel")
+    rule = "align_corners" if aligned else "half_pixel"
+    kept: Any = op.Shape(x, end=2)
+    space: Any = op.Cast(size, to=ir.DataType.INT64)
+    sizes: Any = op.Concat(kept, space, axis=0)
+    return op.Resize(x, None, None, sizes, mode=mode, coordinate_transformation_mode=rule)
 
 
 def _with_constant_shapes(graph: ir.Graph) -> None:

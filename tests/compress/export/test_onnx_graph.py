@@ -17,6 +17,7 @@ from penjing.core.errors import InputError
 from penjing.core.graph.attention import open_attention
 from penjing.core.graph.network import Network, propagate
 from penjing.core.graph.trace import from_torch
+from penjing.core.onnx_reader.read import from_onnx
 from penjing.core.runtime.onnx_runtime import open_graph
 from tests.core.graph.networks import Attention, Residual
 
@@ -194,3 +195,26 @@ def test_what_has_no_form_in_onnx_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be written as ONNX.*histc"):
         export_network(network, tmp_path / "a.onnx", {})
     assert not (tmp_path / "a.onnx").exists()
+
+
+@pytest.mark.parametrize(("mode", "axes"), [("linear", 1), ("linear", 2), ("linear", 3), ("cubic", 2)])
+@pytest.mark.parametrize(
+    ("by", "rule"), [("scales", "half_pixel"), ("sizes", "half_pixel"), ("sizes", "align_corners")]
+)
+def test_an_imported_file_is_resized_as_it_says(mode: str, axes: int, by: str, rule: str, tmp_path: Path) -> None:
+    """Places followed from the sizes where a factor was given, which are cut off to integers."""
+    given = np.array([1, 1, *[0.7] * axes], np.float32) if by == "scales" else np.array([2, 3, *[7] * axes])
+    names = ["x", "", "given"] if by == "scales" else ["x", "", "", "given"]
+    node = onnx.helper.make_node("Resize", names, ["y"], mode=mode, coordinate_transformation_mode=rule)
+    batch, sizes = ("batch" if by == "scales" else 2), ["a", "b", "c"][:axes]
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [batch, 3, *sizes])
+    y, values = onnx.helper.make_empty_tensor_value_info("y"), [onnx.numpy_helper.from_array(given, "given")]
+    opset = [onnx.helper.make_opsetid("", 18)]
+    graph = onnx.helper.make_graph([node], "resized", [x], [y], values)
+    model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=8)
+    onnx.save(model, str(tmp_path / "a.onnx"))
+    network = from_onnx(tmp_path / "a.onnx").network
+    export_network(network, tmp_path / "b.onnx", {})
+    image = torch.randn(2, 3, *[11, 30, 9][:axes])
+    found, expected = (_run(tmp_path / name, network, image)[0] for name in ("b.onnx", "a.onnx"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
