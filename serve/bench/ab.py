@@ -16,7 +16,7 @@ from penjing.core.progress import Progress, Silent
 from penjing.serve.bench.intervals import bootstrap
 from penjing.serve.client.client import Client
 from penjing.serve.fleet.state import running_fleets
-from penjing.serve.supervisor.state import read_state
+from penjing.serve.supervisor.state import read_state, served_name
 
 PROMPT_CHARS = 400
 MIN_PROMPTS = 8
@@ -129,7 +129,7 @@ def _client(name: str) -> Client:
     if not colon or not port.isdigit() or int(port) < 1024:
         known = ", ".join(model for fleet in running_fleets() for model in fleet.models) or "none runs under a name"
         raise ServerError(f"no model {name!r} runs here ({known}); name one of these, or give host:port of its gRPC")
-    return Client(name, timeout=REQUEST_SECONDS)
+    return Client(name, model=served_name(name), timeout=REQUEST_SECONDS)
 
 
 def _try(client: Client, text: str, num_new_tokens: int) -> Tried:

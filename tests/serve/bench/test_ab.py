@@ -73,3 +73,17 @@ def test_a_model_is_asked_where_it_listens(
         assert write_fleet(FleetState("ready", port, 1, models={"llm:1": {"grpc_port": port}}))
         ab._client("llm:1")
     assert asked == [(f"{address}:{port}", "llm")]
+
+
+def test_an_address_here_is_asked_for_its_own_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server of `penjing serve --name chat` has no model `llm`."""
+    monkeypatch.setattr(state, "run_folder", lambda: tmp_path)
+    monkeypatch.setattr("penjing.serve.fleet.state.run_folder", lambda: tmp_path)
+    asked: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(ab, "Client", lambda server, *, model=None, timeout: asked.append((server, model)))
+    port = free_ports(1)[0]
+    with state.owning(port):
+        state.write_state(state.ServerState("ready", "/models/a", "127.0.0.1", port, 0, 2, 1, name="chat"))
+        ab._client(f"localhost:{port}")
+    ab._client("192.0.2.1:8001")
+    assert asked == [(f"localhost:{port}", "chat"), ("192.0.2.1:8001", None)]
