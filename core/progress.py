@@ -6,9 +6,10 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 # all but tab and line feed: what moves the cursor, colours, renames the window, or turns the direction of writing
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -56,6 +57,21 @@ class Silent:
     def status(self, text: str) -> None: ...
 
     def note(self, message: str) -> None: ...
+
+
+_said: WeakKeyDictionary[Progress, set[str]] = WeakKeyDictionary()
+
+
+def once(progress: Progress) -> Callable[[str], None]:
+    """`progress.note`, but for lines that this told it before: what each pass over the same data finds anew."""
+
+    def note(message: str) -> None:
+        said = _said.setdefault(progress, set())
+        if message not in said:
+            said.add(message)
+            progress.note(message)
+
+    return note
 
 
 class PlainProgress:

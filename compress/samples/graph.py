@@ -16,7 +16,7 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError
 from penjing.core.graph.config import GraphConfig, graph_config
 from penjing.core.graph.network import Network
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, once
 from penjing.train.data.order import permute
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import NO_CLASS, Reader, form_of
@@ -97,7 +97,7 @@ def source_data(
     config = graph_config(folder)
     source = open_source(settings)
     indices = source.halves(held_out)[0] if split == "train" else source.judged(held_out)
-    reader = Reader(source, indices, form_of(config, folder), settings, progress.note)
+    reader = Reader(source, indices, form_of(config, folder), settings, once(progress))
     size = fixed_batch(config)
     if size is None:
         return SourceData(reader, min(most, len(reader)), min(batch, len(reader)), config)

@@ -18,7 +18,7 @@ from penjing.core.checkpoint.towers_config import towers_config
 from penjing.core.errors import ConfigError
 from penjing.core.graph.config import GraphConfig, TensorSpec
 from penjing.core.images.normalise import normalise
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, once
 from penjing.core.text.text_tokenizer import TextTokenizer, pad
 from penjing.core.vision.towers_config import TowersConfig
 from penjing.train.chat.held_out import held_out_places
@@ -112,7 +112,7 @@ def pairs_of(
     places = np.array(chosen)[order.astype(np.int64)]
     names = tuple(sorted(set(texts)))
     spec = TensorSpec(name="images", dtype="float32", shape=("batch", config.channels, *config.image_size))
-    reader = Reader(source, places, Form((spec,), config.pixels, len(names), names), settings, progress.note)
+    reader = Reader(source, places, Form((spec,), config.pixels, len(names), names), settings, once(progress))
     images, classes = reader.images(np.arange(len(reader)))
     kept, group = np.unique(classes, return_inverse=True)
     rows = TextTokenizer(folder, config.text).rows([names[each] for each in kept])

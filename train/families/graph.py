@@ -14,7 +14,7 @@ from penjing.core.checkpoint.graph import load_network, save_graph
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.network import GraphModule, Network, set_tensor, tensors_of
 from penjing.core.memory import keep_freed_memory
-from penjing.core.progress import Progress, typed
+from penjing.core.progress import Progress, once, typed
 from penjing.train.data.order import permute
 from penjing.train.data.stream import Stream, one_pass, shuffled
 from penjing.train.families.base import NOTHING_HELD_OUT, Family
@@ -58,8 +58,8 @@ class GraphTraining:
         learnt, held = source.halves(data.held_out)
         held = held[permute(np.arange(len(held), dtype=np.uint64), len(held), 0)]  # folders hold a class after another
         form = form_of(config, folder)
-        self._learnt = Reader(source, learnt, form, data, progress.note)
-        self._held = Reader(source, held, form, data, progress.note) if recipe.evaluation.every and len(held) else None
+        self._learnt = Reader(source, learnt, form, data, once(progress))
+        self._held = Reader(source, held, form, data, once(progress)) if recipe.evaluation.every and len(held) else None
         if recipe.evaluation.every and self._held is None:
             raise ConfigError(NOTHING_HELD_OUT)
         self.num_classes = form.classes

@@ -22,7 +22,7 @@ from penjing.core.graph.config import TensorSpec
 from penjing.core.images.normalise import normalise
 from penjing.core.models.resnet import ResNet
 from penjing.core.models.resnet_config import ResNetConfig
-from penjing.core.progress import Progress, typed
+from penjing.core.progress import Progress, once, typed
 from penjing.core.text.text_tokenizer import TextTokenizer, encoder_config, pad
 from penjing.core.vision.graph_eyes import GraphTower, GraphTowerConfig, colours_of
 from penjing.core.vision.paired_config import ImageTransformerConfig
@@ -142,7 +142,7 @@ class TowerTraining:
 
         def pairs(of: Source, indices: np.ndarray) -> TextedImages:
             form = Form((spec,), config.pixels, len(names), names)
-            return TextedImages(Reader(of, indices, form, settings, progress.note), data, tokens, features)
+            return TextedImages(Reader(of, indices, form, settings, once(progress)), data, tokens, features)
 
         self._learnt = pairs(source, learnt)
         self._held = pairs(kept, held) if recipe.evaluation.every and len(held) else None

@@ -14,7 +14,7 @@ from penjing.core.errors import InputError
 from penjing.core.files import check_room, writing
 from penjing.core.graph.config import Pixels, TensorSpec
 from penjing.core.memory import available_bytes
-from penjing.core.progress import Progress, megabytes
+from penjing.core.progress import Progress, megabytes, once
 from penjing.train.data.images import ImageSet
 from penjing.train.data.order import permute
 from penjing.train.sources.open import open_source
@@ -72,7 +72,7 @@ def load_images(
     spec = TensorSpec(name="images", dtype="float32", shape=("batch", channels, height, width))
     digits = names == tuple(map(str, range(len(names))))
     reader = Reader(
-        source, indices, Form((spec,), pixels, len(names), () if digits else names), settings, progress.note
+        source, indices, Form((spec,), pixels, len(names), () if digits else names), settings, once(progress)
     )
     if reader.targets is None:
         raise InputError(f"{source.where} has no classes, which a classifier needs; make a folder for each class")

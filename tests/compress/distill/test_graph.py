@@ -20,6 +20,7 @@ from penjing.compress.distill.graph import (
 from penjing.compress.distill.objective import DistillWeights
 from penjing.compress.run import run_recipe
 from penjing.compress.samples.data import DataSettings
+from penjing.compress.samples.graph import graph_samples
 from penjing.compress.steps.train import Distill
 from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError, InputError
@@ -30,6 +31,7 @@ from penjing.train.families.graph import GraphTraining, rebuilt
 from penjing.train.objective.outputs import REAL, Classes, inputs_of
 from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import RunRecipe
+from tests.compress.conftest import Notes
 from tests.compress.graphs import graph_folder
 from tests.core.graph.networks import Residual
 from tests.train.sources.photos import folder_of
@@ -242,3 +244,19 @@ def test_a_graph_learns_from_parts_and_mixtures(tmp_path: Path, photos: str) -> 
     assert 0 < record["losses"]["last"]["loss"] < 10
     with pytest.raises(ConfigError, match="no class of its own"):
         run(tmp_path / "b", photos, step | {"weights": {"cross_entropy": 1.0}, "teacher": str(tmp_path / "teacher")})
+
+
+def test_a_broken_image_is_named_once_a_run(tmp_path: Path, photos: str, notes: Notes) -> None:
+    """Each pass of calibration, training and evaluation named it anew."""
+    for image in Path(photos).rglob("*[05].*"):
+        image.write_bytes(str(image).encode())
+    folder = network(tmp_path / "net")
+    settings = DataSettings.model_validate({"images": photos, "held_out": 0.3, "max_broken": 0.5})
+    for _ in range(2):
+        assert list(graph_samples(folder, settings, notes).inputs())
+    named = [line for line in notes.lines if "is left out" in line]
+    assert named
+    assert len(set(named)) == len(named)
+    other = Notes()  # of another run, which names it again
+    assert list(graph_samples(folder, settings, other).inputs())
+    assert set(other.lines) == set(named)
