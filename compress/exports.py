@@ -62,6 +62,8 @@ def print_export(out: Path, record: ExportRecord) -> None:
     for each in record.differences:
         end = "" if each.same is None else f", {each.same:.1%} the same"
         console.print(f"  {each.between[1]} against {each.between[0]}, {each.quantity}: mean {each.mean:.2g}{end}")
+    for note in record.notes:
+        console.print(f"  {note}")
     for name, reason in record.unmeasured.items():
         console.print(f"  {name}: not measured here: {reason}")
     for key, value in record.session_options.items():

@@ -19,12 +19,14 @@ from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact
 from penjing.core.artifact.onnx import ONNX_RUNTIME
 from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer
 from penjing.core.errors import InputError
+from penjing.core.family import sees
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, offset_group
 
 WEIGHTS_ONLY: Form = "compressed-tensors-weights"
 FOLDERS: tuple[Form, ...] = ("onnx", "compressed-tensors", WEIGHTS_ONLY)
+BLIND = "the decoder alone, which reads text: what it sees with stays in the artifact, which penjing serves"
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # the default: right with any session options, any processor
 
 
@@ -76,6 +78,10 @@ def _check_four_bits(folder: Path, form: Form, quantization: dict[str, Any] | No
         )
 
 
+def _blind(checkpoint: Checkpoint) -> tuple[str, ...]:
+    return (BLIND,) if sees(checkpoint.folder) else ()
+
+
 def _decoder_onnx(artifact: DecoderArtifact, target: TargetName, partial: Path, progress: Progress) -> ExportRecord:
     checkpoint = artifact.checkpoint
     write_decoder_onnx(checkpoint, target, partial, progress)
@@ -87,7 +93,6 @@ def _decoder_onnx(artifact: DecoderArtifact, target: TargetName, partial: Path, 
     readings = read_layers(partial, checkpoint.config, options, decoder_gate.sequences(artifact))
     differences = decoder_gate.measure(artifact, ONNX_RUNTIME, readings)
     progress.advance()
-    notes = ("weights have the zero point 128",) if not options else ("without VNNI the session option is needed",)
     return ExportRecord(
         form="onnx",
         target=target,
@@ -95,14 +100,15 @@ def _decoder_onnx(artifact: DecoderArtifact, target: TargetName, partial: Path, 
         session_options=options,
         differences=differences,
         bound=artifact.parity.bound.of(ONNX_RUNTIME),
-        notes=notes,
+        notes=(*_blind(checkpoint), *(() if options else ("weights have the zero point 128",))),
     )
 
 
 def _compressed_tensors(artifact: DecoderArtifact, _: TargetName, partial: Path, progress: Progress) -> ExportRecord:
     compressed_tensors.write_compressed_tensors(artifact, partial)
     bound = artifact.parity.bound.of(compressed_tensors.LOADER)
-    record = ExportRecord(form="compressed-tensors", **source_of(artifact.checkpoint.folder), bound=bound)
+    source = source_of(artifact.checkpoint.folder)
+    record = ExportRecord(form="compressed-tensors", **source, bound=bound, notes=_blind(artifact.checkpoint))
     why = compressed_tensors.cannot_read(artifact.checkpoint)
     if why is not None:
         return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: why}})
@@ -117,7 +123,9 @@ def _weights_only(checkpoint: Checkpoint, partial: Path, progress: Progress) -> 
     zero_points = write_weights_only(checkpoint, partial)
     bound = decoder_gate.WEIGHTS_BOUND.of(compressed_tensors.LOADER)
     note = "activations stay in floating point, also where penjing rounds them to 8 bits"
-    record = ExportRecord(form=WEIGHTS_ONLY, **source_of(checkpoint.folder), bound=bound, notes=(note,))
+    record = ExportRecord(
+        form=WEIGHTS_ONLY, **source_of(checkpoint.folder), bound=bound, notes=(*_blind(checkpoint), note)
+    )
     why = ZERO_POINTS if zero_points else compressed_tensors.cannot_read(checkpoint)
     if why is not None:
         return record.model_copy(update={"unmeasured": {compressed_tensors.LOADER: why}})
@@ -139,6 +147,7 @@ def _gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> ExportRecord
         **source_of(checkpoint.folder),
         unmeasured={"llama.cpp": "it is not part of penjing; the gguf package read the file back"},
         notes=(
+            *_blind(checkpoint),
             "integers are the artifact's; scales of 8-bit layers are rounded to float16, those of 4 bits are exact",
             "llama.cpp rounds activations to 8 bits block by block, not token by token",
             *((cut,) if shorter else ()),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from penjing.compress.exports import export_artifact, print_export
 from penjing.compress.families.base import family
 from penjing.compress.run import run_recipe
 from penjing.compress.sight.parity import BOUND, measure_sight
@@ -81,7 +82,9 @@ CHANGES = {"smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}
 
 
 @pytest.mark.parametrize("rotate", [True, False])
-def test_its_artifact_answers_nearly_as_it_did(folder: Path, tmp_path: Path, rotate: bool) -> None:
+def test_its_artifact_answers_nearly_as_it_did(
+    folder: Path, tmp_path: Path, rotate: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = {"transform": CHANGES | {"rotate": rotate}, "sight": "float32"}
     artifact = run_recipe(recipe(folder, tmp_path / "int8", **step))
     verify(artifact)
@@ -98,6 +101,9 @@ def test_its_artifact_answers_nearly_as_it_did(folder: Path, tmp_path: Path, rot
     assert torch.equal(*seen) is not rotate
     torch.testing.assert_close(seen[0].norm(dim=1), seen[1].norm(dim=1), atol=1e-4, rtol=1e-4)
     answered(artifact)
+    record = export_artifact(artifact, "onnx", tmp_path / "onnx", force=False, progress=Silent())
+    print_export(tmp_path / "onnx", record)
+    assert "the decoder alone, which reads text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
