@@ -249,9 +249,9 @@ def _told(address: str, error: Exception) -> PenjingError | None:
     status = next((each for each in (getattr(cause, "status", None) for cause in chain) if isinstance(each, int)), None)
     names = {type(each).__name__ for each in chain}
     if status in _REFUSED or any(isinstance(each, PermissionError) for each in chain) or "NoCredentialsError" in names:
-        said = f" (status {status})" if status else ""
+        said = f"status {status}" if status else first_line(error).rstrip(".")
         return SetupError(
-            f"{address}: its store does not let us in{said}; give it keys as its library takes them, for example in "
+            f"{address}: its store does not let us in ({said}); give it keys as its library takes them, for example in "
             'AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or as JSON in FSSPEC_HTTPS: {"headers": {"Authorization": …}}'
         )
     if status is not None and (status >= 500 or status in (408, 429)):

@@ -66,7 +66,7 @@ def test_a_store_that_fails_is_asked_again_and_no_more_often_than_said(server: F
     assert server.gets["bucket/d/a b.txt"] == 4 + 6  # s3fs and its library would each ask again
     server.failures.clear()
     server.status = 403
-    with pytest.raises(SetupError, match="its store does not let us in"):
+    with pytest.raises(SetupError, match=r"its store does not let us in \(Forbidden\); give"):
         remote_file("s3://bucket/d/a b.txt")
 
 
