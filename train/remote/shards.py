@@ -37,7 +37,10 @@ def local_folder(address: str) -> Path:
         SetupError: its store cannot be reached.
     """
     root = address.rstrip("/")
-    index = remote_file(f"{root}/{INDEX_NAME}")
+    try:
+        index = remote_file(f"{root}/{INDEX_NAME}")
+    except InputError as error:
+        raise InputError(f"{root} is no folder of token shards, which data.shards names: {error}") from error
     folder = cache_dir() / "remote-shards" / index.key
     with holding(folder.with_suffix(".lock")):
         if not folder.exists():
