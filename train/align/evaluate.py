@@ -48,7 +48,7 @@ def evaluate_answers(
     if not isinstance(recipe.data, RolloutData) or recipe.prompts is None or recipe.reward is None:
         raise ConfigError(f"{recipe_path} has no prompts with a reward; name a recipe with [prompts] and [reward]")
     data, asked = recipe.data, recipe.prompts
-    writer = ChatTokens.from_folder(model, asked.template)
+    writer = ChatTokens.from_folder(model, asked.template, setting="prompts.template")
     tasks = ReasoningTasks(asked) if asked.kind == "reasoning-gym" else None
     rewards = make_rewards(recipe.reward, model, torch.device("cpu"), tasks)
     given = asked.sources if tasks is None else tasks.rows()

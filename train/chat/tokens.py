@@ -49,15 +49,18 @@ class ChatTokens:
     """Writes rows in the tokens of a model.
 
     Attributes: template: of conversations; rows of plain prompts need none. learn: of a conversation, all turns of the
-        assistant, the last one, or everything.
+        assistant, the last one, or everything. setting: the key of the recipe that names another template.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     learn: Learn = "assistant"
+    setting: str = "data.template"
 
     @staticmethod
-    def from_folder(folder: Path, template: Path | None = None, learn: Learn = "assistant") -> ChatTokens:
+    def from_folder(
+        folder: Path, template: Path | None = None, learn: Learn = "assistant", setting: str = "data.template"
+    ) -> ChatTokens:
         """The tokenizer in `folder`, and its template or the one in the file `template`.
 
         Raises:
@@ -69,9 +72,9 @@ class ChatTokens:
             try:
                 text = template.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"data.template: {template} cannot be read: {error}") from None
+                raise ConfigError(f"{setting}: {template} cannot be read: {error}") from None
             found = ChatTemplate(text, str(template), {} if found is None else found.special_tokens)
-        return ChatTokens(Tokenizer.from_folder(folder), found, learn)
+        return ChatTokens(Tokenizer.from_folder(folder), found, learn, setting)
 
     def masked(self, row: Row) -> Masked:
         """The tokens of a row with `messages`, or with `prompt` and `completion` (texts, or lists of messages).
@@ -183,7 +186,7 @@ class ChatTokens:
             if not upto.startswith(before) or not whole.startswith(upto):
                 raise RowError(
                     "the chat template is not prefix-preserving: it writes a turn otherwise when others follow it, so "
-                    'that its tokens cannot be told apart; use another template (data.template), or learn = "last"'
+                    f'that its tokens cannot be told apart; use another template ({self.setting}), or learn = "last"'
                 )
             spans.append((len(before), len(upto)))
         encoding = self.tokenizer.backend.encode(whole, add_special_tokens=False)
@@ -200,7 +203,9 @@ class ChatTokens:
 
     def _rendered(self, messages: Any, begin_answer: bool, tools: Any) -> str:
         if self.template is None:
-            raise RowError("conversations need a chat template, and the tokenizer has none; name one by data.template")
+            raise RowError(
+                f"conversations need a chat template, and the tokenizer has none; name one by {self.setting}"
+            )
         if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
             raise RowError(f"tools must be a list of objects (got {tools!r:.40})")
         return _check_text(self.template.render(messages, begin_answer, **({} if tools is None else {"tools": tools})))

@@ -65,7 +65,7 @@ class RolloutTuning(DecoderTask):
                 f"{config.max_position_embeddings} tokens that {folder} can see; lower it"
             )
         check_servers(data.servers, config)
-        self._writer = ChatTokens.from_folder(folder, prompts.template)
+        self._writer = ChatTokens.from_folder(folder, prompts.template, setting="prompts.template")
         template = None if prompts.template is None or self._writer.template is None else self._writer.template.text
         self._network = ActorCritic if algorithm.kind == "ppo" else Decoder
         super().__init__(recipe, config, folder, progress, template)

@@ -4,6 +4,7 @@ refuses."""
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,6 +281,7 @@ def test_two_processes_learn_what_one_does(recipe: Path, settings: list[str]) ->
         (["data.max_tokens=512"], "leaves no room for a prompt in the 512 tokens"),
         (["prompts.held_out=0.0", "evaluation.every=1"], "prompts.held_out = 0 leaves nothing to evaluate on"),
         (["prompts.sources=['nowhere']"], "prompts.sources: nowhere does not exist"),
+        (["prompts.template=/none.jinja"], "prompts.template: /none.jinja cannot be read"),
         (["compile=true"], "compile = true is not for data.kind = 'rollouts'"),
         (["objective.label_smoothing=0.1"], r"\[objective\] is not for data.kind = 'rollouts'"),
         (["algorithm={kind='draft'}", "parallel.zero=1"], "algorithm.kind = 'draft' takes data parallelism alone"),
@@ -298,6 +300,18 @@ def test_rows_without_an_answer_are_bad_rows(recipe: Path, tmp_path: Path) -> No
     assert isinstance(task, RolloutTuning)
     with pytest.raises(InputError, match=r'prompts.sources: 1 of 21 rows are bad: .*"answer", a text or a number'):
         build_task(load_train_recipe(recipe, check[:1]), Silent())
+
+
+def test_prompts_name_their_template_by_a_key_that_they_have(
+    recipe: Path, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_checkpoint, bare, ignore=shutil.ignore_patterns("chat_template.jinja", "penjing.json"))
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}]}) + "\n")
+    with pytest.raises(InputError, match=r"need a chat template, .*; name one by prompts\.template"):
+        train(recipe, [f"initial={bare}"])
 
 
 def test_an_alarm_tells_of_answers_that_run_on() -> None:
