@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penjing.core.errors import ConfigError, InputError, PenjingError, RequestError, ServerError
+from penjing.core.errors import ConfigError, InputError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.serve.client.client import Client
@@ -25,7 +25,8 @@ from penjing.train.align.sampler import learnt_weights
 from penjing.train.processes.world import World
 
 SECONDS = 600.0  # for one request
-RETRIES = 8  # half a minute: a server that has ended starts anew in seconds
+RETRIES = 8  # nearly half a minute: a server that has ended starts anew in seconds
+_SERVED = "each serves the checkpoint that the run begins with, by --set take_weights=true"
 _ROUNDS = 3  # of sending weights to a server that has lost them
 _TOGETHER = 64  # answers that a server is asked for at once
 
@@ -38,17 +39,18 @@ def check_servers(servers: Sequence[str], config: DecoderConfig) -> None:
         PenjingError: one does not answer, or takes no weights, or others.
     """
     for server in servers:
-        with _named(server), Client(server, timeout=SECONDS, retries=1) as client:
+        with _named(server, _SERVED), Client(server, timeout=SECONDS, retries=1) as client:
             client.check_weights({name: tuple(shape) for name, shape in _shapes(config).items()})
 
 
 @contextmanager
-def _named(server: str) -> Iterator[None]:
+def _named(server: str, served: str = f"{_SERVED}; go on with --resume auto when it runs again") -> Iterator[None]:
     try:
         yield
     except PenjingError as error:
         where = "" if server in str(error) else f"{server}: "
-        raise type(error)(f"data.servers: {where}{error}") from None
+        hint = f"; {served}" if isinstance(error, UnavailableError) else ""
+        raise type(error)(f"data.servers: {where}{error}{hint}") from None
 
 
 def _shapes(config: DecoderConfig) -> dict[str, torch.Size]:
@@ -133,7 +135,10 @@ class ServerSampler:
                     return [found[place] for place in range(len(prompts))]
                 for number in sorted(lost):
                     self._send(clients[number])
-        raise ServerError(f"data.servers: {clients[min(lost)].server} lost the weights again and again")
+        raise ServerError(
+            f"data.servers: {clients[min(lost)].server} lost the weights again and again; a run needs servers of its "
+            "own: does another one send it weights?"
+        )
 
     def _send(self, client: Client) -> None:
         """Give a server the weights of the last `refresh`."""

@@ -13,14 +13,15 @@ import pytest
 from safetensors.torch import load_file
 
 from penjing.core.checkpoint.load import load_model
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, UnavailableError
 from penjing.serve.client.protocol import ENGINE_VARIABLE, MODEL_VARIABLE, weights_digest
 from penjing.serve.client.weights import send_weights
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.families.decoder import FAMILY
 from penjing.serve.runner.load import check_taking, make_engine
 from penjing.serve.triton.pulse import Pulse
-from penjing.train.align.served import ServerSampler
+from penjing.train.align import served
+from penjing.train.align.served import ServerSampler, check_servers
 from penjing.train.processes.world import World
 from tests.serve.tiny import tiny_model
 from tests.serve.triton.stand_in import GREEDY, Adapted, request
@@ -182,3 +183,13 @@ def test_a_server_of_many_processes_is_not_shared(tiny_long: Path) -> None:
     loaded = load_model(tiny_long)
     with pytest.raises(ConfigError, match=r"data\.servers names 1, and 2 processes sample at once"):
         ServerSampler(loaded.model, loaded.config, ["a:1"], World(rank=1, size=2), None)
+
+
+def test_a_run_whose_server_stays_away_says_how_it_goes_on(tiny_long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "RETRIES", 0)
+    loaded = load_model(tiny_long)
+    sampler = ServerSampler(loaded.model, loaded.config, ["127.0.0.1:9"], World(rank=0, size=1), None)
+    with pytest.raises(UnavailableError, match=r"no server answers at .*take_weights=true; go on with --resume auto"):
+        sampler.refresh()
+    with pytest.raises(UnavailableError, match=r"no server answers at .*take_weights=true$"):
+        check_servers(["127.0.0.1:9"], loaded.config)
