@@ -21,7 +21,8 @@ from penjing.core.checkpoint.vision_language import (
 )
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import OWN_SEEING
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, typed
+from penjing.core.text.chat import ChatTemplate
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.vision.projector import linears
 from penjing.core.vision.sight import picture_of, pixels_of
@@ -159,8 +160,11 @@ class SightTuning:
         )  # fmt: skip
 
     def next_command(self, folder: Path) -> str:
-        """See `Task`."""
-        return ""
+        """See `Task`: a picture or a recording of the user's own is asked about."""
+        file = "photo.png" if self.config.look.sound is None else "recording.wav"
+        if ChatTemplate.from_folder(folder) is not None:
+            return f"penjing serve {typed(folder)}, then penjing chat --image {file}"
+        return f'penjing generate {typed(folder)} "What is here?" --image {file}'
 
     def _read(self, sources: tuple[str, ...], progress: Progress) -> list[Sighted]:
         rows: list[Sighted] = []

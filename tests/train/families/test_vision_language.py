@@ -91,6 +91,14 @@ def test_a_decoder_learns_to_see(recipe: Path, tmp_path: Path) -> None:
     assert blind["exact"] <= 0.5
 
 
+def test_a_picture_is_asked_about_next(recipe: Path, tmp_path: Path) -> None:
+    task = build_task(load_train_recipe(recipe, []), Silent())
+    asked = f'penjing generate {tmp_path} "What is here?" --image photo.png'
+    assert task.next_command(tmp_path) == asked
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert task.next_command(tmp_path) == f"penjing serve {tmp_path}, then penjing chat --image photo.png"
+
+
 def test_an_evaluation_takes_rows_from_everywhere(recipe: Path) -> None:
     every, some = (
         [row.tolist() for batch in task.held_out(1, World()) for row in batch["images"]]
