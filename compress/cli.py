@@ -7,8 +7,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from penjing.core.cli_options import Force, Json, Overrides, RecipeOrCommand, stage_app, write_json
-from penjing.core.errors import ConfigError
+from penjing.core.cli_options import (
+    Force,
+    Json,
+    Overrides,
+    RecipeOrCommand,
+    model_folder,
+    refuse_early,
+    stage_app,
+    write_json,
+)
+from penjing.core.errors import ConfigError, InputError
 
 app = stage_app()
 compress_app = typer.Typer(
@@ -18,7 +27,8 @@ compress_app = typer.Typer(
 )
 app.add_typer(compress_app, name="compress")
 
-Artifact = Annotated[Path, typer.Argument(help="An artifact folder.", show_default=False)]
+Artifact = Annotated[Path, model_folder("An artifact folder.")]
+Checkpoint = Annotated[Path, model_folder("A checkpoint folder.")]
 Target = Literal["onnxruntime-cpu", "onnxruntime-avx2", "tensorrt"]
 
 
@@ -57,7 +67,7 @@ def verify(
 
 @compress_app.command("quantize")
 def quantize(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(help="The artifact folder to make.", show_default=False)],
     target: Annotated[
         Target | None, typer.Option(help="The engine that will run it, of a classifier or a text encoder.")
@@ -102,9 +112,7 @@ def compress(
     - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
     - `penjing compress recipes/smollm2-int8.toml --set steps.0.lm_head=keep`
     """
-    from penjing.core.config import refuse_early
-
-    refuse_early(recipe, "compress")
+    refuse_early(recipe, overrides, "compress")
     from penjing.compress.run import run_recipe
     from penjing.core.progress import progress_bar
 
@@ -114,7 +122,7 @@ def compress(
 
 @compress_app.command("inspect")
 def compress_inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    checkpoint: Checkpoint,
     json_file: Json = None,
 ) -> None:
     """Show each layer's shape, bytes and multiply-accumulates, and what pruning can take: channels, heads, features.
@@ -137,7 +145,7 @@ def compress_inspect(
 
 @compress_app.command("sensitivity")
 def compress_sensitivity(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)],
+    checkpoint: Checkpoint,
     data: Annotated[Literal["calibration", "held-out"], typer.Option(help="What is measured on.")] = "calibration",
     ratios: Annotated[str, typer.Option(help="Shares of a group's units to remove.")] = "0.1,0.3,0.5",
     method: Annotated[Literal["l1", "l2", "random"], typer.Option(help="Which units go first.")] = "l1",
@@ -168,7 +176,7 @@ def compress_sensitivity(
 
 @compress_app.command("vocabulary")
 def compress_vocabulary(
-    checkpoint: Annotated[Path, typer.Argument(help="The folder of a decoder.", show_default=False)],
+    checkpoint: Annotated[Path, model_folder("The folder of a decoder.")],
     out: Annotated[Path, typer.Argument(help="The checkpoint folder to make.", show_default=False)],
     keep: Annotated[float, typer.Option(min=0, max=1, help="Share of the tokens that stay.")] = 0.85,
     texts: Annotated[
@@ -242,7 +250,7 @@ def compress_search(
 
 @app.command("graph")
 def graph(
-    checkpoint: Annotated[Path, typer.Argument(help="The folder of a graph.", show_default=False)],
+    checkpoint: Annotated[Path, model_folder("The folder of a graph.")],
     out: Annotated[Path | None, typer.Option(help="Write the graph to this `.txt`, `.svg` or `.json`.")] = None,
     target: Annotated[Target, typer.Option(help="Whose rules say what becomes INT8.")] = "onnxruntime-cpu",
     json_file: Json = None,
@@ -273,6 +281,8 @@ def report(
 
     Example: `penjing report build/resnet-fashion-pruned build/resnet-fashion-mild --out runs.html`
     """
+    if missing := [run for run in runs if not run.exists()]:
+        raise InputError(f"{missing[0]} does not exist; name a folder that 'penjing compress' made")
     from penjing.compress.report.compare import report_runs
 
     write_json(report_runs(runs, out), json_file)

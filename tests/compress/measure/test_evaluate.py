@@ -163,7 +163,7 @@ def test_what_was_measured_on_other_samples_is_not_compared() -> None:
 
 
 def test_bad_checkpoints(tmp_path: Path, classifier: Path, tiny_checkpoint: Path) -> None:
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         evaluated(tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"evaluate\.window=1024 is longer than the context .* 512 tokens"):
         evaluated(tiny_checkpoint, EvaluateSettings(prose_tokens=1024, code_tokens=0, window=1024))

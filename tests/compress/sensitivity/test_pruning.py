@@ -143,7 +143,7 @@ def test_bad_ratios(ratios: str, message: str, tiny_checkpoint: Path) -> None:
 
 
 def test_bad_folders(classifier: Path, tmp_path: Path, tiny_checkpoint: Path) -> None:
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="missing does not exist"):
         TO_PRUNING.measure(tmp_path / "missing")
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder/config.json").write_text('{"model_type": "bert"}')

@@ -102,7 +102,7 @@ def test_pickled_weights_are_refused_with_the_next_step(folder: Path) -> None:
 
 
 def test_folders_that_are_no_model(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist; 'penjing import"):
+    with pytest.raises(InputError, match="does not exist; check the path: 'penjing import"):
         open_checkpoint(tmp_path / "none")
     with pytest.raises(InputError, match=r"holds no model\.safetensors"):
         open_checkpoint(tmp_path)
