@@ -67,6 +67,11 @@ def judge(before: Quality, after: Quality, guard: Guard, settings: EvaluateSetti
     return Verdict(1 + value, 1 + low, 1 + high, guard.perplexity_ratio, "times the perplexity")
 
 
+def advice(stretch: list[Planned]) -> str:
+    """What a user can change in the recipe where a stretch loses too much."""
+    return ", ".join(["raise the budget in [guard]", *dict.fromkeys(planned.step.remedy for planned in stretch)])
+
+
 def decision(
     stretch: list[Planned],
     attempt: int,

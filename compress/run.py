@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penjing.compress.families.base import family_at
-from penjing.compress.guard import decision, judge, loss_said
+from penjing.compress.guard import advice, decision, judge, loss_said
 from penjing.compress.outcome import answered_stages, measured_stages, report_of, write_reports
 from penjing.compress.plan import Planned, milder, plan, stretches
 from penjing.compress.preflight import check_fit, input_hashes, preflight
@@ -162,9 +162,8 @@ class _Run:
             if outcome == "left out":
                 return []
             raise InputError(
-                f"{stretch[-1].name} loses too much: {verdict}; attempts: {attempt}; nothing is published. Raise the "
-                "budget in [guard], prune less, train longer, or set guard.otherwise='skip'; the steps so far are "
-                f"kept in {self.work.path}"
+                f"{stretch[-1].name} loses too much: {verdict}; attempts: {attempt}; nothing is published. To go on, "
+                f"{advice(stretch)}, or set guard.otherwise='skip'; the steps so far are kept in {self.work.path}"
             )
         return made
 

@@ -42,6 +42,7 @@ class Step(Config):
 
     heals: ClassVar[bool] = False  # trains the network back to its quality
     ends: ClassVar[bool] = False  # makes an artifact, after which nothing can follow
+    remedy: ClassVar[str]  # what a user can change where the result loses too much
 
     def check_order(self, before: tuple[Step, ...], after: tuple[Step, ...]) -> None:
         """Refuse a place among the steps of a recipe where this one cannot do what it is for.

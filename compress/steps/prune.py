@@ -11,7 +11,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -54,6 +54,8 @@ class Prune(Step):
     the queries that read them ("heads"), the residual width ("hidden"), whole layers ("layers"), and of the vision
     transformer before it MLP channels ("vision_ffn") and heads ("vision_heads").
     """
+
+    remedy: ClassVar[str] = "prune less"
 
     kind: Literal["prune"] = Field(default="prune", description="Remove units of the network.")
     method: Kind = Field(

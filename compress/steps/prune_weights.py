@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,8 @@ from penjing.core.work import Places
 
 class PruneWeights(Step):
     """Zeros in place of the weights that matter least. The network keeps its shapes, its bytes and its speed."""
+
+    remedy: ClassVar[str] = "prune less"
 
     kind: Literal["prune_weights"] = Field(
         default="prune_weights", description="Set the weights of a decoder that matter least to zero."

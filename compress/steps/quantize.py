@@ -20,6 +20,7 @@ class Quantize(Step):
     """INT8, the last step; its other settings are its family's."""
 
     ends: ClassVar[bool] = True
+    remedy: ClassVar[str] = "name layers in quantize's keep"
 
     kind: Literal["quantize"] = Field(default="quantize", description="Make an INT8 artifact.")
 

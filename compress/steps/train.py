@@ -32,6 +32,8 @@ TRAINING, FORWARD = 3, 1  # passes' worth of multiply-accumulates
 class TrainedStep(TrainingSettings, Step):
     """A step that trains."""
 
+    remedy: ClassVar[str] = "train longer"
+
     adapter: AdapterConfig | None = Field(
         default=None,
         description="Small matrices (LoRA) that learn beside the frozen network of a decoder, in less than half of the "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -24,6 +24,8 @@ from penjing.core.work import Places
 
 class Window(Step):
     """Sliding windows for layers of a decoder: each query sees so many tokens, and none before."""
+
+    remedy: ClassVar[str] = "take longer windows"
 
     kind: Literal["window"] = Field(default="window", description="Let layers of a decoder see fewer tokens back.")
     windows: tuple[int, ...] = Field(

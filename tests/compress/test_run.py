@@ -12,8 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penjing.compress.guard import Verdict
+from penjing.compress.guard import Verdict, advice
+from penjing.compress.plan import plan, stretches
 from penjing.compress.run import run_recipe
+from penjing.compress.steps.base import Step
+from penjing.compress.steps.prune import Prune
+from penjing.compress.steps.quantize import quantize_for
+from penjing.compress.steps.train import Distill
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.manifest import read_manifest, verify
 from penjing.core.work import WorkFolder
@@ -131,6 +136,22 @@ def test_what_cannot_be_kept_stops_the_run_with_its_numbers(bench: Bench) -> Non
     # with a larger budget nothing is done again
     assert bench.run(prune(0.4), "guard.retries=1", "guard.accuracy_points=20") == ["measure", "report"]
     assert bench.stages()[-1] == ("01-prune", 0.74)
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([Prune(ratio=0.4)], "raise the budget in [guard], prune less"),
+        ([Prune(ratio=0.4), Distill(steps=3)], "raise the budget in [guard], prune less, train longer"),
+        (
+            [quantize_for("decoder")()],
+            "raise the budget in [guard], name layers in quantize's keep",
+        ),
+    ],
+)
+def test_the_advice_fits_the_steps(steps: list[Step], says: str) -> None:
+    (stretch,) = stretches(plan(tuple(steps)))
+    assert advice(stretch) == says
 
 
 def test_what_cannot_be_kept_is_left_out_if_the_recipe_says_so(bench: Bench) -> None:
