@@ -13,7 +13,7 @@ from penjing.compress.report.run_figures import (
     speed_figure,
     widths_figure,
 )
-from penjing.compress.report.text import READINGS, answer_loss_text, answer_text, loss_text, quality_text
+from penjing.compress.report.text import READINGS, answer_said, loss_in_words, loss_text, quality_text
 from penjing.core.pages.page import render_page
 from penjing.core.progress import count, duration, volume
 
@@ -232,11 +232,7 @@ def _answers(report: Report) -> list[list[str]]:
     rows = []
     for key in dict.fromkeys(key for figures in by_stage for key in figures):
         samples = next(figures[key].samples for figures in by_stage if key in figures)
-        cells = []
-        for figures in by_stage:
-            found = figures.get(key)
-            lost = "" if found is None else answer_loss_text(found)
-            cells.append("" if found is None else answer_text(found) + (f", lost {lost}" if lost else ""))
+        cells = (answer_said(figures[key]) if key in figures else "" for figures in by_stage)
         rows.append([*key, str(samples), *cells])
     return rows
 
@@ -261,8 +257,8 @@ def _gains(report: Report) -> list[tuple[str, str, str, str]]:
     if first.size.macs and last.size.macs:
         what = f"multiply-accumulates for one {first.size.macs_per or 'sample'}"
         rows.append((what, count(first.size.macs), count(last.size.macs), _left(last.size.macs, first.size.macs)))
-    lost = f"lost {loss_text(report, last)}" if last is not first else ""
-    rows.append((first.quality.name, quality_text(first), quality_text(last), lost))
+    change = loss_in_words(report, last) if last is not first else ""
+    rows.append((first.quality.name, quality_text(first), quality_text(last), change))
     return rows + [_faster(first, last, case) for case in first.by_case() if case in last.by_case()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -101,13 +102,25 @@ def quality_text(stage: Stage) -> str:
 
 def loss_text(report: Report, stage: Stage) -> str:
     """What `stage` lost against the first: points of accuracy, similarity, or the share that perplexity rose by."""
+    return _ranged(_loss(report, stage), READINGS[stage.quality.name])
+
+
+def loss_in_words(report: Report, stage: Stage) -> str:
+    """The same in words, such as "lost +0.31 points (-0.10…+0.72)", or where it is below 0 "gained +1.20 points …"."""
+    return _in_words(_loss(report, stage), partial(_ranged, reading=READINGS[stage.quality.name]))
+
+
+def _loss(report: Report, stage: Stage) -> list[float]:
+    """Value, low and high; without samples the value alone."""
     change, before, after = report.lost(stage), report.first.quality, stage.quality
-    reading = READINGS[before.name]
-    if change is None:
-        lost = before.value - after.value if reading.larger_is_better else after.value / before.value - 1
-        return f"{reading.loss(lost)}{reading.loss_unit}"
-    low, high = reading.loss(change.low), reading.loss(change.high)
-    return f"{reading.loss(change.value)}{reading.loss_unit} ({low}…{high})"
+    if change is not None:
+        return [change.value, change.low, change.high]
+    return [before.value - after.value if READINGS[before.name].larger_is_better else after.value / before.value - 1]
+
+
+def _ranged(values: Sequence[float], reading: Reading) -> str:
+    value, *interval = map(reading.loss, values)
+    return f"{value}{reading.loss_unit}" + (f" ({'…'.join(interval)})" if interval else "")
 
 
 def answer_text(figure: Answered) -> str:
@@ -119,16 +132,29 @@ def answer_text(figure: Answered) -> str:
 
 def answer_loss_text(figure: Answered) -> str:
     """What the figure lost against the first stage, such as "+1.5 points (-0.5…3.5)"; empty for a comparison."""
-    if figure.lost is None:
-        return ""
-    value, low, high = (f"{100 * each:+.1f}" for each in figure.lost)
-    return f"{value} points ({low}…{high})"
+    return "" if figure.lost is None else _points(figure.lost)
+
+
+def answer_said(figure: Answered) -> str:
+    """The figure, and what it lost in words, such as "87.5 % (81.2–92.9), lost +1.5 points (-0.5…3.5)"."""
+    return answer_text(figure) + ("" if figure.lost is None else f", {_in_words(figure.lost, _points)}")
 
 
 def answer_line(figure: Answered) -> str:
     """The figure for the terminal."""
-    lost = answer_loss_text(figure)
-    return f"{figure.task}, {figure.measure}: {answer_text(figure)}" + (f", lost {lost}" if lost else "")
+    return f"{figure.task}, {figure.measure}: {answer_said(figure)}"
+
+
+def _points(values: Sequence[float]) -> str:
+    value, low, high = (f"{100 * each:+.1f}" for each in values)
+    return f"{value} points ({low}…{high})"
+
+
+def _in_words(values: Sequence[float], say: Callable[[Sequence[float]], str]) -> str:
+    """A loss, its low and its high; where it is below 0, as a gain."""
+    if values[0] < 0:
+        return f"gained {say([0 - value for value in (values[0], *values[:0:-1])])}"  # 0 - 0 has no sign
+    return f"lost {say(values)}"
 
 
 def summary_line(report: Report) -> str:

@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 
 from penjing.compress.measure.evaluate import EvaluateSettings, perplexity
-from penjing.compress.report.schema import Report, parse_report
-from penjing.compress.report.text import READINGS, badness, loss_text, quality_text, summary_line
+from penjing.compress.report.schema import Answered, Report, parse_report
+from penjing.compress.report.text import (
+    READINGS,
+    answer_said,
+    badness,
+    loss_in_words,
+    loss_text,
+    quality_text,
+    summary_line,
+)
 from tests.compress.report.reports import made_up_int8, made_up_report
 
 
@@ -35,6 +43,28 @@ def test_a_quality_with_its_interval_and_without(pruned: Report) -> None:
     bare = pruned.last.model_copy(update={"quality": replace(pruned.last.quality, record="")})
     assert quality_text(bare) == "94.00 %"
     assert loss_text(pruned, bare) == "+1.00 points"
+
+
+def test_a_gain_is_not_called_a_loss(pruned: Report) -> None:
+    assert loss_in_words(pruned, pruned.last) == "lost +1.00 points (+0.00…+2.50)"
+    first, last = pruned.first.quality, pruned.last.quality
+    turned = pruned.last.model_copy(update={"quality": first}), pruned.first.model_copy(update={"quality": last})
+    better = pruned.model_copy(update={"stages": turned[::-1]})
+    assert loss_in_words(better, better.last) == "gained +1.00 points (+0.00…+2.50)"
+    bare = better.last.model_copy(update={"quality": replace(first, record="")})
+    assert loss_in_words(better, bare) == "gained +1.00 points"
+    figure = Answered(
+        task="greedy",
+        measure="ended",
+        unit="share",
+        value=0.5,
+        low=0.4,
+        high=0.6,
+        samples=9,
+        lost=(-0.012, -0.03, 0.01),
+    )
+    assert answer_said(figure) == "50.0 % (40.0–60.0), gained +1.2 points (-1.0…+3.0)"
+    assert answer_said(figure.model_copy(update={"lost": None})) == "50.0 % (40.0–60.0)"
 
 
 def test_every_quality_has_a_direction_and_a_form() -> None:
