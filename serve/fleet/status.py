@@ -37,7 +37,7 @@ def status_to_terminal() -> None:
             http = f"HTTP {found.http_port}, " if found.http_port else ""
             table[f"port {port}"] = {
                 "state": found.state + (f" ({found.message})" if found.message else ""),
-                **({"name": found.name} if found.fleet_pid else {}),
+                "name": found.name,
                 "model": found.model,
                 "endpoints": f"gRPC {found.grpc_port}, {http}metrics {found.metrics_port}",
                 **({"front": f"{found.front_url}/v1"} if found.front_url else {}),
