@@ -335,9 +335,9 @@ def bench_server(
         from penjing.serve.bench.batched import bench_batched as run
     else:
         from penjing.serve.bench.server import bench_server as run
+    from penjing.serve.supervisor.state import check_serves, served_name
 
-    from penjing.serve.supervisor.state import served_name
-
+    check_serves(server, model)
     with progress_bar() as progress:
         result = run(model, server, runs=runs, progress=progress, name=name or served_name(server))
     _show(result, json_file)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from penjing.core.cache import cache_dir
-from penjing.core.errors import SetupError
+from penjing.core.errors import InputError, SetupError
 from penjing.core.files import atomic_write_text, writing
 from penjing.serve.client.protocol import host_port
 from penjing.serve.triton.adapter_list import said_path
@@ -63,13 +63,29 @@ def state_path(grpc_port: int) -> Path:
     return run_folder() / f"{grpc_port}.json"
 
 
-def served_name(server: str) -> str | None:
-    """What the model at host:port of a gRPC endpoint is called there, if this user runs that server here."""
+def served_at(server: str) -> ServerState | None:
+    """What is known of the server at host:port of a gRPC endpoint, if this user runs it here."""
     host, _, port = server.rpartition(":")
     if host not in LOCAL_HOSTS or not port.isdigit() or not is_running(int(port)):
         return None
-    found = read_state(int(port))
+    return read_state(int(port))
+
+
+def served_name(server: str) -> str | None:
+    """What the model at `server` is called there, if that is known; see `served_at`."""
+    found = served_at(server)
     return None if found is None else found.name or None
+
+
+def check_serves(server: str, folder: Path) -> None:
+    """Refuse a server that is known to have another model.
+
+    Raises:
+        InputError: it serves another folder.
+    """
+    found = served_at(server)
+    if found is not None and Path(found.model).resolve() != folder.resolve():
+        raise InputError(f"{server} serves {found.model}, not {folder}; name that folder, or another --server")
 
 
 def log_path(grpc_port: int) -> Path:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from penjing.core.errors import ServerError, SetupError
+from penjing.core.errors import InputError, ServerError, SetupError
+from penjing.serve.fleet.status import status_to_terminal
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.stop import stop
 from tests.serve.triton.serving import free_ports, leftovers
@@ -42,3 +45,17 @@ def test_stale_files_are_removed_and_strangers_are_not_killed() -> None:
     state_file.write_text(json.dumps({"state": "ready"}))
     assert state.read_state(port) is None
     state_file.unlink()
+
+
+def test_what_is_known_of_a_server_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_ports(1)[0]
+    served, other = tmp_path / "served", tmp_path / "other"
+    with state.owning(port):
+        state.write_state(state.ServerState("ready", str(served), "127.0.0.1", port, 0, 2, 0, name="decoder"))
+        status_to_terminal()
+        shown = capsys.readouterr().err
+        assert re.search(rf"port {port}.*name +decoder", shown, re.DOTALL), shown
+        state.check_serves(f"localhost:{port}", served / ".." / "served")
+        state.check_serves(f"elsewhere:{port}", other)
+        with pytest.raises(InputError, match=rf"localhost:{port} serves .*served, not .*other; name that folder"):
+            state.check_serves(f"localhost:{port}", other)
