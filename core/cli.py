@@ -6,6 +6,7 @@ What needs two stages is called from one stage's `cli.py` and written here, the 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -66,6 +67,18 @@ class LazyApp(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
+def _show_plain_types(kind: type[TyperArgument] | type[TyperOption]) -> None:
+    """Let the help say <path> where typer says <list[Path]>: that a value may be repeated is said beside it."""
+    shown = kind.display_type
+
+    def plain(self: Any, ctx: Any) -> str:
+        return re.sub(r"list\[(.*)\]", lambda found: found[1].lower(), shown(self, ctx))
+
+    kind.display_type = plain
+
+
+_show_plain_types(TyperArgument)
+_show_plain_types(TyperOption)
 app = typer.Typer(
     cls=LazyApp,
     name="penjing",

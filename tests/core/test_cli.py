@@ -163,6 +163,13 @@ def test_every_command_has_an_example_which_is_understood_as_it_is_typed(monkeyp
             )
 
 
+def test_the_help_shows_no_types_of_python():
+    for path, command in leaves(get_command(cli.app)):
+        context = command.context_class(command, info_name="penjing")
+        for parameter in command.params:
+            assert "[" not in parameter.display_type(context).partition(" range")[0], (path, parameter.name)
+
+
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise InputError("model x is missing; run penjing import")
