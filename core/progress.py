@@ -46,6 +46,10 @@ class Progress(Protocol):
         """Show one line that stays: a result, a decision, a step that was skipped."""
         ...
 
+    def finish(self) -> None:
+        """The current task is over, where other work follows that is no task of its own."""
+        ...
+
 
 class Silent:
     """Shows nothing: the default of every library function."""
@@ -57,6 +61,8 @@ class Silent:
     def status(self, text: str) -> None: ...
 
     def note(self, message: str) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 _said: WeakKeyDictionary[Progress, set[str]] = WeakKeyDictionary()

@@ -44,6 +44,8 @@ class Notes:
 
     def advance(self, parts: int = 1) -> None: ...
 
+    def finish(self) -> None: ...
+
     def status(self, text: str) -> None:
         self.lines.append(text)
 

@@ -102,6 +102,7 @@ def take_rows(
             taken.too_long += 1
         except (RowError, RequestError) as error:
             taken.bad.append((where, str(error)))
+    progress.finish()
     taken.count = len(kept)
     read = taken.count + taken.too_long + len(taken.bad)
     if taken.bad and len(taken.bad) > most_bad * read:

@@ -26,6 +26,10 @@ class Marked:
         self._watch.at(self._doing, everywhere=False)
         self._progress.advance(parts)
 
+    def finish(self) -> None:
+        """See `Progress`."""
+        self._progress.finish()
+
     def status(self, text: str) -> None:
         """See `Progress`."""
         self._progress.status(text)

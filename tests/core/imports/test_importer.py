@@ -40,6 +40,8 @@ class Recorder:
     def advance(self, parts: int = 1) -> None:
         self.done += parts
 
+    def finish(self) -> None: ...
+
     def status(self, text: str) -> None: ...
 
     def note(self, message: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penjing.core.errors import InputError
-from penjing.core.progress import Silent
+from penjing.core.progress import PlainProgress, Silent
 from penjing.train.chat.builtin import COMPARED, SUMS, builtin_rows
 from penjing.train.chat.rows import take_rows
 from penjing.train.chat.tokens import ChatTokens
@@ -67,6 +67,13 @@ def test_they_are_conversations_and_pairs(tiny_checkpoint: Path) -> None:
     assert writer.tokenizer.decode(texts[0].ids[texts[0].learnt]).startswith("20 + 19 = 39")
     pairs, _ = take_rows(["builtin:sums"], writer.pair, 0.0, Silent())
     assert writer.tokenizer.decode(pairs[0].rejected).startswith("20 + 19 = 40")
+
+
+def test_reading_has_ended_when_the_rows_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    take_rows(["builtin:sums"], dict, 0.0, PlainProgress())
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"reading conversations: \d\.\d s", said[0]), said
+    assert said[1:] == [f"data.sources: {SUMS} rows"]
 
 
 def test_a_name_that_is_unknown_is_refused_with_those_that_are_known() -> None:
