@@ -21,7 +21,7 @@ from penjing.compress.steps.base import Context, Step
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.files import sha256_file
 from penjing.core.memory import available_bytes
-from penjing.core.progress import clock, megabytes
+from penjing.core.progress import clock, megabytes, plural
 from penjing.core.text.documents import text_files
 from penjing.train.monitor.flops import peak_flops
 from penjing.train.sources.open import fingerprint
@@ -194,7 +194,7 @@ def _budget(recipe: Recipe, context: Context) -> str:
     if metric == "auto" and quality == "similarity" and recipe.evaluate.source is not None:
         most = f"{points} (without classes {cosine}) below that of"
     against = "the model" if guard.against == "model" else "the result before"
-    repeats = f", {guard.retries} milder repeat{'s' * (guard.retries != 1)}"
+    repeats = f", {plural(guard.retries, 'milder repeat')}"
     return (
         f"at most {most} {against}"
         + (repeats if any(step.weakens() for step in recipe.steps) else "")

@@ -15,7 +15,7 @@ from penjing.compress.prune_graph.subject import GraphSubject
 from penjing.compress.quantize.targets import GraphSettings, TargetName
 from penjing.core.errors import InputError
 from penjing.core.graph.network import Network, operator_name
-from penjing.core.progress import Progress, error_console
+from penjing.core.progress import Progress, error_console, plural
 
 
 def prospects(folder: Path, network: Network, target: TargetName, progress: Progress) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def print_prospects(found: dict[str, Any]) -> None:
     if "none" in pruning:
         console.print(f"Pruning takes nothing: {pruning['none']}.")
     else:
-        units, groups = pruning["units"], pruning["groups"]
-        console.print(f"Pruning can take channels, heads or widths: {units} units in {groups} groups.")
+        units, groups = plural(pruning["units"], "unit"), plural(pruning["groups"], "group")
+        console.print(f"Pruning can take channels, heads or widths: {units} in {groups}.")
     if "none" in integers:
         console.print(f"INT8 takes nothing: {integers['none']}.")
         return

@@ -215,6 +215,11 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def plural(number: int, noun: str, several: str = "") -> str:
+    """How many there are in words: "1 step", "1,200 steps", "2 processes" where `several` is no noun with an s."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
 def duration(seconds: float) -> str:
     """Seconds for tables: "1.23 ms", "45.6 s", "12 min"."""
     if seconds >= 120:

@@ -56,7 +56,7 @@ def generate(
     - `penjing generate build/vlm-tiny "What is left of the bag?" --image scene.png`
     - `penjing generate build/smollm2 "What is 17 + 25?" --chat --adapter build/smollm2-lora/adapter`
     """
-    from penjing.core.progress import progress_bar
+    from penjing.core.progress import plural, progress_bar
     from penjing.serve.generate import generate_to_terminal
     from penjing.serve.samples import sample_texts
 
@@ -74,7 +74,7 @@ def generate(
         with progress_bar() as progress:
             written = sample_texts(model, text, sampling, samples, out, progress, chat=chat, engine_config=config)
             there = f"; {samples - written:,} were there already" if written < samples else ""
-            progress.note(f"wrote {written:,} text{'s' * (written != 1)} to {out}{there}")
+            progress.note(f"wrote {plural(written, 'text')} to {out}{there}")
         return
     generate_to_terminal(model, text, sampling, chat=chat, engine_config=config, images=images or [])
 

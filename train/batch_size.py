@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penjing.core.errors import ConfigError
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, plural
 from penjing.train.families.base import Task
 from penjing.train.numerics.precision import Precision
 from penjing.train.plan.estimate import MemoryEstimate, check_memory
@@ -58,7 +58,7 @@ class Cut:
             step = self.micro_batch * self.shares
             raise ConfigError(
                 f"data.batch_size={self.batch_size} is not a multiple of data.micro_batch={self.micro_batch} × "
-                f"{self.shares} processes; take {step * max(round(self.batch_size / step), 1)}"
+                f"{plural(self.shares, 'process', 'processes')}; take {step * max(round(self.batch_size / step), 1)}"
             )
         return self
 

@@ -35,7 +35,7 @@ from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, re
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
-from penjing.core.progress import Progress, Silent, typed
+from penjing.core.progress import Progress, Silent, plural, typed
 from penjing.core.recipes import check_stage
 from penjing.core.work import WorkFolder
 
@@ -383,7 +383,7 @@ def _said(result: dict[str, Any], output: Path) -> str:
     if (healing := result.get("healing")) is not None:
         healed = f"{healing['first']} + {healing['second']} points were healed; "
     return (
-        f"{len(result['front'])} recipes in {output}, from {100 * cheapest['share']:.1f} to "
+        f"{plural(len(result['front']), 'recipe')} in {output}, from {100 * cheapest['share']:.1f} to "
         f"{100 * dearest['share']:.1f} % of the {result['cost']}; predictions rank left-out combinations with a "
         f"correlation of {result['prediction']['rank']:.2f} (plain sums {result['prediction']['plain_rank']:.2f}); "
         f"{healed}"

@@ -31,7 +31,7 @@ from penjing.core.onnx_reader.example import check_size
 from penjing.core.onnx_reader.file import external_files
 from penjing.core.onnx_reader.read import from_onnx
 from penjing.core.packages import ZOOS
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, plural
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def import_graph(
     said = ", ".join(map(str, (*network.config.inputs, *network.config.outputs)))
     nodes = sum(node.op == "call_function" for node in network.module.graph.nodes)
     progress.note(
-        f"{out}: {nodes} operators, {parameters_of(network.module) / 1e6:.3g} million parameters ({said}); its answers "
-        f"are {parity['distance']:.1e} of their scale from those of {parity['oracle']}{_accepted(parity)}"
+        f"{out}: {plural(nodes, 'operator')}, {parameters_of(network.module) / 1e6:.3g} million parameters ({said}); "
+        f"its answers are {parity['distance']:.1e} of their scale from those of {parity['oracle']}{_accepted(parity)}"
     )
     return out
 

@@ -13,6 +13,7 @@ from penjing.core.errors import (
     ServerError,
     UnavailableError,
 )
+from penjing.core.progress import plural
 
 _CONNECTION = ("failed to connect", "socket closed", "connection reset", "connection refused", "broken pipe", "goaway")
 _NOT_LOADED = ("not healthy", "no available versions", "is not ready", "server is stopping", "server not ready")
@@ -100,9 +101,9 @@ def broken(error: Any, server: str, num_tokens: int) -> CallFailedError:
 
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        text = f"{server} did not finish within the timeout; {num_tokens} tokens had come"
+        text = f"{server} did not finish within the timeout; {plural(num_tokens, 'token')} had come"
     elif code is grpc.StatusCode.UNAVAILABLE and num_tokens:
-        text = f"the connection to {server} broke after {num_tokens} tokens; ask again"
+        text = f"the connection to {server} broke after {plural(num_tokens, 'token')}; ask again"
     elif code is grpc.StatusCode.UNAVAILABLE:
         text = f"no server answers at {server}; start one with 'penjing serve MODEL' ({details})"
         return CallFailedError(UnavailableError(text), transient=True)

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penjing.core.errors import InputError, RequestError
+from penjing.core.progress import plural
 from penjing.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ class Images:
         places = prompt.count(self.token)
         if places != len(images):
             raise RequestError(
-                f"{self.token} stands {places} times in the prompt, and there are {len(images)} images; "
-                "one for each is needed"
+                f"{self.token} stands {plural(places, 'time')} in the prompt, and "
+                f"{plural(len(images), 'image')} came with it; one for each is needed"
             )
         if len(images) > self._limits.max_images:
             raise RequestError(
@@ -138,8 +139,8 @@ class Images:
         where = [place for place, token in enumerate(prompt_ids) if token == self._token_id]
         if len(where) != self._rows * sum(grid.pieces for grid in self._grids(images)):
             raise RequestError(
-                f"the prompt has the token {self.token!r}, which stands for an image, {len(where)} times, and "
-                f"{len(images)} images came with it; give images with a text that has it once for each"
+                f"the prompt has the token {self.token!r}, which stands for an image, {plural(len(where), 'time')}, "
+                f"and {plural(len(images), 'image')} came with it; give images with a text that has it once for each"
             )
         starts = where[:: self._rows]
         if any(where[n * self._rows + self._rows - 1] != start + self._rows - 1 for n, start in enumerate(starts)):

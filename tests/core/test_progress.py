@@ -11,6 +11,7 @@ from penjing.core.progress import (
     _flatten,
     clock,
     megabytes,
+    plural,
     print_table,
     printable,
     time_left,
@@ -123,3 +124,9 @@ def test_an_error_cannot_steer_a_terminal(capsys):
 
     assert guarded(work) == InputError.exit_code
     assert capsys.readouterr().err == "error: a\\x1b[2J.txt is damaged\n"
+
+
+def test_one_of_a_thing_is_not_called_by_its_plural() -> None:
+    assert [plural(number, "step") for number in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
+    assert plural(1, "process", "processes") == "1 process"
+    assert plural(2, "process", "processes") == "2 processes"

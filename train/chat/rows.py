@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penjing.core.errors import InputError, RequestError, no_json
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, plural
 from penjing.core.text.records import DAMAGED, LINES, TABLES, arrow_module, form_of, open_bytes, table_batches
 from penjing.core.text.source_files import files_below
 from penjing.train.chat.builtin import BUILTIN, builtin_rows
@@ -50,7 +50,7 @@ class Taken:
         return "; ".join(said)
 
     def __str__(self) -> str:
-        parts = [f"{self.count:,} rows"]
+        parts = [plural(self.count, "row")]
         if self.too_long:
             parts.append(f"{self.too_long:,} left out because they are longer than a sequence")
         if self.bad:

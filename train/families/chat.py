@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penjing.core.errors import ConfigError
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, plural
 from penjing.train.chat.held_out import prompt_key
 from penjing.train.chat.packed import PackedRows, pack_rows
 from penjing.train.chat.rows import Row, TooLongError, take_rows
@@ -46,7 +46,7 @@ class ChatTuning(RowTask[ChatData, PackedRows]):
         counted = sum(int(text.learnt[1:].sum()) for text in self._learnt.texts)
         total = sum(len(text.ids) for text in self._learnt.texts)
         progress.note(
-            f"{len(self._learnt.texts):,} conversations in {len(self._learnt.rows):,} rows of "
+            f"{plural(len(self._learnt.texts), 'conversation')} in {plural(len(self._learnt.rows), 'row')} of "
             f"{data.sequence_length} tokens, {total / (len(self._learnt.rows) * data.sequence_length):.0%} full; "
             f"{counted:,} of {total:,} tokens are learnt"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from penjing.core.progress import clock
+from penjing.core.progress import clock, plural
 from penjing.train.monitor.monitor import Monitor, speed
 
 
@@ -44,7 +44,10 @@ def summary(
     if not interim:
         rows += [("checkpoint", str(output)), ("run", f"{run} (metrics, training state)"), ("next", next_command)]
     return "\n".join(
-        [f"{steps} steps, {clock(seconds)} in all", *(f"  {name:<10}  {text}" for name, text in rows if text)]
+        [
+            f"{plural(steps, 'step')}, {clock(seconds)} in all",
+            *(f"  {name:<10}  {text}" for name, text in rows if text),
+        ]
     )
 
 

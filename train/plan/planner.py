@@ -11,7 +11,7 @@ from penjing.core.config import dump_toml, load_recipe, parse_config, read_recip
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.models.config import DecoderConfig
-from penjing.core.progress import error_console
+from penjing.core.progress import error_console, plural
 from penjing.train.numerics.recompute import Recompute
 from penjing.train.parallel.config import ParallelConfig
 from penjing.train.plan.cluster import Cluster, Pool, figures, joined, read_cluster
@@ -231,7 +231,7 @@ def recipe_text(recipe_path: Path, overrides: list[str], best: Candidate, gpus: 
     """The recipe as TOML with the settings of `best`."""
     head = [
         run_line(best.run),
-        f"predicted for {gpus} GPUs: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
+        f"predicted for {plural(gpus, 'GPU')}: {best.time.total:.3g} s a step, MFU {best.time.mfu:.0%}, "
         f"{best.memory.total / 2**30:.1f} GiB a rank",
     ]
     return _with_run(recipe_path, overrides, best.run, head, {})

@@ -16,7 +16,7 @@ from pathlib import Path
 from penjing.core.config import dump_toml, inline_toml, key_of, parse_config, read_recipe
 from penjing.core.errors import ConfigError, InputError, SetupError
 from penjing.core.files import atomic_write_text, writing
-from penjing.core.progress import Progress, Silent, duration
+from penjing.core.progress import Progress, Silent, duration, plural
 from penjing.core.recipes import check_stage
 from penjing.train.processes.stop import InterruptedRunError, stop_signals
 from penjing.train.recipe.load import load_train_recipe
@@ -96,9 +96,9 @@ class _Search:
         total = cost(plan)
         self.progress.start("searching", total)
         self.progress.note(
-            f"{plan[0].trials} trials, "
+            f"{plural(plan[0].trials, 'trial')}, "
             + ", ".join(f"{each.trials} to step {each.steps}" for each in plan)
-            + f": {total:,} steps, {total / plan[-1].steps:.1f} whole runs"
+            + f": {plural(total, 'step')}, {total / plan[-1].steps:.1f} whole runs"
         )
         reached, chosen, best = 0, list(range(plan[0].trials)), [0]
         with stop_signals() as stop_requested:

@@ -205,9 +205,9 @@ def test_bad_requests_name_what_is_wrong(folder: Path) -> None:
     good = encoded(picture(1))
     frames = encoded(picture(1), save_all=True, append_images=[picture(2)])
     for prompt, images, words in (
-        (f"{TOKEN}{TOKEN}", [good], "stands 2 times in the prompt, and there are 1 images"),
+        (f"{TOKEN}{TOKEN}", [good], "stands 2 times in the prompt, and 1 image came with it"),
         ("a", [good], "stands 0 times"),
-        (TOKEN, [], "stands 1 times in the prompt, and there are 0 images"),
+        (TOKEN, [], "stands 1 time in the prompt, and 0 images came with it"),
         (TOKEN * 3, [good] * 3, "at most 2 are taken"),
         (TOKEN, [b""], "image 0 cannot be read: it is no JPEG or PNG image"),
         (TOKEN, [good[:200]], "image 0 cannot be read: it is a broken image"),

@@ -65,7 +65,7 @@ def test_what_is_served_are_the_bits_of_this_process(front: Fronted, folder: Pat
         assert chat.text == alone(folder, f"user:{TOKEN}what?\n", first)[0]
         for prompt, images, words in (
             ("a", [first], "stands 0 times"),
-            (TOKEN, [], "there are 0 images"),
+            (TOKEN, [], "0 images came with it"),
             (TOKEN, [b"no image at all"], "neither a JPEG or PNG file nor one in base64"),
             (TOKEN, [first[:100]], "broken image"),
             (TOKEN * 3, [first] * 3, "at most 2"),
