@@ -139,6 +139,9 @@ class _Worker:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._events.put((self._place, json.loads(line)))
+            if line.startswith('{"task": '):
+                self._events.put((self._place, json.loads(line)))
+            else:  # printed while what the process needs was imported, before it kept its output for answers
+                sys.stderr.write(line)
         self._process.wait()
         self._events.put((self._place, None))

@@ -154,6 +154,8 @@ def test_what_a_library_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.
     script.write_text(
         "import os\n"
         "from penjing.curate.workers import answer_tasks\n"
+        "print('imported')\n"
+        "os.write(1, b'3 warnings\\n3\\n')\n"
         "answer_tasks(lambda *task: (print('a warning'), os.write(1, b'a warning\\n')))\n"
     )
     done: list[int] = []
