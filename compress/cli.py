@@ -239,6 +239,7 @@ def compress_search(
     - `penjing compress search recipes/resnet-fashion-search.toml`
     - `penjing compress search recipes/resnet-fashion-search.toml --set cost=bytes --set space.widths=[1.0,0.5]`
     """
+    refuse_early(recipe, overrides, "compress-search")
     from penjing.compress.search.search import run_joint_search
     from penjing.core.progress import progress_bar
 

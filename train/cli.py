@@ -116,6 +116,7 @@ def search(
     - `penjing train search recipes/decoder-tiny-search.toml`
     - `penjing train search recipes/decoder-tiny-search.toml --set trials=8 --set 'space."clip.norm"=[0.1, 10.0]'`
     """
+    refuse_early(recipe, overrides, "search")
     from penjing.core.progress import progress_bar
     from penjing.train.search.search import run_search
 

@@ -76,7 +76,7 @@ def test_wrong_usage_is_one_line(arguments, message):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("stage", "other"), [("train", "smollm2-int8"), ("compress", "decoder-tiny")])
+@pytest.mark.parametrize(("stage", "other"), [("train", "smollm2-int8"), ("compress search", "decoder-tiny")])
 def test_what_is_wrong_with_a_recipe_is_told_before_torch_is_imported(stage, other, tmp_path):
     (tmp_path / "broken.toml").write_text("steps = [")
     code = "import sys; from penjing.core.cli import main; sys.argv = ['penjing', *{}]\n"
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_recipe_is_told_before_torch_is_imported(stage, oth
         (str(tmp_path / "broken.toml"), "broken.toml"),
         (other, f"{other} is a recipe of 'penjing "),
     ):
-        command = [sys.executable, "-c", code.format([stage, name])]
+        command = [sys.executable, "-c", code.format([*stage.split(), name])]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 2, result.stderr
         assert message in result.stderr
