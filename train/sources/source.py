@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
+from penjing.core.progress import plural
 
 Values = bytes | str | Mapping[str, NDArray]
 """An encoded image, a text, or the arrays of one sample by the name of their input ("" where it has none)."""
@@ -56,7 +57,8 @@ class Source:
         if held.all() or not held.any():  # of a few samples, the nearest one to the bound changes sides
             held[places.argmax() if held.all() else places.argmin()] ^= True
         if held.all() or not held.any() or (places == places[0]).all():
-            raise InputError(f"{self.where} holds {self.size} different samples, too few to hold any out; give more")
+            different = plural(len(np.unique(places)), "different sample")
+            raise InputError(f"{self.where} holds {different}, too few to hold any out; give more")
         return every[~held], every[held]
 
     def judged(self, share: float) -> NDArray[np.int64]:

@@ -94,8 +94,10 @@ def test_the_held_out_share_follows_content(tmp_path: Path) -> None:
 
 
 def test_too_few_to_hold_any_out(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="too few"):
-        opened(folder_of(tmp_path, {"": 1})).halves(0.5)
+    folder_of(tmp_path, {"": 1})
+    (tmp_path / "copy.png").write_bytes((tmp_path / "000.png").read_bytes())
+    with pytest.raises(InputError, match="holds 1 different sample, too few to hold any out"):
+        opened(tmp_path).halves(0.5)
 
 
 def test_json_lines(tmp_path: Path) -> None:
