@@ -37,7 +37,7 @@ class CallSettings:
 
     def __init__(self, server: str, model: str | None, timeout: float | None, retries: int) -> None:
         host, colon, port = server.rpartition(":")
-        if not colon or not host or not port.isdigit():
+        if not colon or not host or "/" in host or not port.isdigit():
             raise ConfigError(f"server {server!r} must be host:port, such as localhost:8001")
         self.server = server
         self.model = model

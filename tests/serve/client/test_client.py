@@ -280,8 +280,9 @@ def test_a_timeout_cancels_the_request(script: Script, kind: str) -> None:
 def test_no_server_is_said_with_the_next_step(kind: str) -> None:
     with pytest.raises(ServerError, match=r"no server answers at 127\.0\.0\.1:9; start one with 'penjing serve MODEL'"):
         generate("127.0.0.1:9", kind, retries=0)
-    with pytest.raises(ConfigError, match="must be host:port"):
-        generate("localhost", kind)
+    for address in ("localhost", "http://localhost:8001"):
+        with pytest.raises(ConfigError, match="must be host:port"):
+            generate(address, kind)
 
 
 def test_leaving_a_stream_cancels_it(script: Script) -> None:
