@@ -17,6 +17,5 @@ def room_for_process() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise SetupError(f"no process can be started: {error}; end other programs and run again") from error
+        advice = "; end other programs and run again" if error.errno in _NO_ROOM else ""
+        raise SetupError(f"no process can be started: {error}{advice}") from error

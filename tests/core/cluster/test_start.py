@@ -42,6 +42,11 @@ def test_no_room_for_a_process_is_an_error_with_words(name: str, tmp_path: Path)
     assert str(refused.value) == REFUSED
 
 
+def test_any_other_refusal_is_one_too(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"no process can be started: \[Errno 2\].*nowhere'\)$"):
+        TiedTorchrun([], tmp_path / "nowhere")
+
+
 @pytest.mark.usefixtures("full")
 def test_a_machine_of_ray_says_so(tmp_path: Path) -> None:
     assert Machine().start([], str(tmp_path)) == REFUSED
