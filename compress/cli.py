@@ -180,14 +180,20 @@ def compress_vocabulary(
     out: Annotated[Path, typer.Argument(help="The checkpoint folder to make.", show_default=False)],
     keep: Annotated[float, typer.Option(min=0, max=1, help="Share of the tokens that stay.")] = 0.85,
     texts: Annotated[
-        list[Path] | None, typer.Option("--text", help="Your own texts, whose tokens stay first; may be repeated.")
+        list[Path] | None,
+        typer.Option("--text", metavar="FILE", help="Your own texts, whose tokens stay first; may be repeated."),
     ] = None,
     scripts: Annotated[
         list[str] | None,
-        typer.Option("--script", help="A writing system of your texts, as latin or cjk: tokens of others leave first."),
+        typer.Option(
+            "--script",
+            metavar="NAME",
+            help="A writing system of your texts, as latin or cjk: tokens of others leave first.",
+        ),
     ] = None,
     judge: Annotated[
-        list[Path] | None, typer.Option("--judge", help="A held-out text to judge by as well; may be repeated.")
+        list[Path] | None,
+        typer.Option("--judge", metavar="FILE", help="A held-out text to judge by as well; may be repeated."),
     ] = None,
     force: Force = False,
     json_file: Json = None,

@@ -5,8 +5,8 @@ What needs two stages is called from one stage's `cli.py` and written here, the 
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperArgument, TyperGroup, TyperOption
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
 from penjing.core.cli_options import Json, write_json
-from penjing.core.errors import ConfigError, PenjingError
+from penjing.core.errors import ConfigError, InputError, PenjingError
 from penjing.core.imports.commands import import_command
 from penjing.core.recipe_cli import recipe_app
 
@@ -67,18 +67,6 @@ class LazyApp(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
-def _show_plain_types(kind: type[TyperArgument] | type[TyperOption]) -> None:
-    """Let the help say <path> where typer says <list[Path]>: that a value may be repeated is said beside it."""
-    shown = kind.display_type
-
-    def plain(self: Any, ctx: Any) -> str:
-        return re.sub(r"list\[(.*)\]", lambda found: found[1].lower(), shown(self, ctx))
-
-    kind.display_type = plain
-
-
-_show_plain_types(TyperArgument)
-_show_plain_types(TyperOption)
 app = typer.Typer(
     cls=LazyApp,
     name="penjing",
@@ -208,6 +196,8 @@ def guarded(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:  # the edge of the program: one line, and the way to see more
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _fail(error, f"the path {str(error.filename)[:40]}… is too long for a file", InputError.exit_code)
         return _fail(
             error, f"unexpected {type(error).__name__}: {error} (PENJING_DEBUG=1 or penjing --debug … shows where)", 70
         )

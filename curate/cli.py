@@ -123,7 +123,9 @@ def ask(
     form: Annotated[Literal["label-studio", "argilla"], typer.Option(help="For which of both.")] = "label-studio",
     documents: Annotated[int, typer.Option(min=1, help="So many at most.")] = 200,
     labels: Annotated[str, typer.Option(help="What people choose from, with commas.")] = "good,bad",
-    domain: Annotated[list[str] | None, typer.Option(help="Of this domain alone; may be repeated.")] = None,
+    domain: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Of this domain alone; may be repeated.")
+    ] = None,
 ) -> None:
     """Write documents of a corpus as tasks for people to judge, in Label Studio or Argilla.
 
@@ -143,7 +145,8 @@ def agree(
     experts: Annotated[Path, typer.Option(help="Tasks that are left to experts.")] = Path("experts.json"),
     least: Annotated[float, typer.Option(min=0, max=1, help="Probability from which a label is settled.")] = 0.8,
     expert_domain: Annotated[
-        list[str] | None, typer.Option(help="Documents of this domain are for experts; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Documents of this domain are for experts; may be repeated."),
     ] = None,
     form: Annotated[Literal["label-studio", "argilla"], typer.Option(help="Of the experts' tasks.")] = "label-studio",
     json_file: Json = None,

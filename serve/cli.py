@@ -11,7 +11,7 @@ import typer
 from penjing.core.cli_options import Json, model_folder, stage_app, write_json
 from penjing.core.errors import ConfigError
 from penjing.serve.cli_running import adapters_app, keys_app, models_app
-from penjing.serve.options import ADAPTER, AdapterOf, Device, EngineSet, KvDtype, Speculate, engine_config
+from penjing.serve.options import ADAPTER, AdapterOf, Device, EngineSet, Images, KvDtype, Speculate, engine_config
 
 app = stage_app()
 server_app = typer.Typer(help="The embedded Triton server: install it once, see what is there.", no_args_is_help=True)
@@ -35,11 +35,11 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    images: Annotated[
-        list[Path] | None, typer.Option("--image", help="A JPEG or PNG for a model that sees; may be repeated.")
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    images: Images = None,
     adapter: AdapterOf = None,
     kv_dtype: KvDtype = "auto",
     device: Device = "cpu",
@@ -214,9 +214,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token each time.")] = 0.7,
     model: Annotated[str | None, typer.Option(help="The model's name on the server, where it was given one.")] = None,
-    images: Annotated[
-        list[Path] | None, typer.Option("--image", help="A JPEG or PNG that the chat is about; may be repeated.")
-    ] = None,
+    images: Images = None,
 ) -> None:
     """Chat with a served model in the terminal; Ctrl-C cancels the answer, Ctrl-D leaves.
 

@@ -29,6 +29,14 @@ AdapterOf = Annotated[
     Path | None,
     typer.Option("--adapter", help="Folder of a LoRA adapter in PEFT's format: answer with it beside the model."),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="A JPEG or PNG for a model that sees, WAV for one that hears; may be repeated.",
+    ),
+]
 EngineSet = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the engine: attention=window+blocks, …"),

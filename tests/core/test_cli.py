@@ -163,11 +163,22 @@ def test_every_command_has_an_example_which_is_understood_as_it_is_typed(monkeyp
             )
 
 
-def test_the_help_shows_no_types_of_python():
+def test_the_help_of_options_shows_no_types_of_python():
     for path, command in leaves(get_command(cli.app)):
         context = command.context_class(command, info_name="penjing")
         for parameter in command.params:
-            assert "[" not in parameter.display_type(context).partition(" range")[0], (path, parameter.name)
+            shown = str(parameter.display_type_rich(context))
+            assert parameter.param_type_name == "argument" or "list[" not in shown, (path, parameter.name)
+
+
+@pytest.mark.parametrize(
+    "command", ["serve {}", "report {}", "import {} out", "train {}", "compress recipe --set model={}"]
+)
+def test_a_path_that_is_too_long_is_one_line(command, capsys, tmp_path):
+    (tmp_path / "recipe.toml").write_text('model = "x"\n')
+    arguments = command.format("a" * 5000).replace("recipe", str(tmp_path / "recipe.toml")).split()
+    assert cli._run(arguments) == 3
+    assert capsys.readouterr().err == f"error: the path {'a' * 40}… is too long for a file\n"
 
 
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
