@@ -84,6 +84,7 @@ def answer_tasks(work: Callable[[int, int], None]) -> NoReturn:
     tasks: SimpleQueue[tuple[int, int]] = SimpleQueue()
     threading.Thread(target=_hear, args=(tasks,), daemon=True).start()
     answers = output_for_answers()
+    print(file=answers, flush=True)  # ends a line that a library has begun while it was imported
     while True:
         stage, task = tasks.get()
         answer = {"task": task} | answer_of(partial(work, stage, task))
@@ -141,7 +142,7 @@ class _Worker:
         for line in self._process.stdout:
             if line.startswith('{"task": '):
                 self._events.put((self._place, json.loads(line)))
-            else:  # printed while what the process needs was imported, before it kept its output for answers
+            elif line.strip():  # printed while its imports ran, before its output was kept for answers
                 sys.stderr.write(line)
         self._process.wait()
         self._events.put((self._place, None))

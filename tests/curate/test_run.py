@@ -155,7 +155,7 @@ def test_what_a_library_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.
         "import os\n"
         "from penjing.curate.workers import answer_tasks\n"
         "print('imported')\n"
-        "os.write(1, b'3 warnings\\n3\\n')\n"
+        "os.write(1, b'3 warnings\\n3\\nand no end')\n"
         "answer_tasks(lambda *task: (print('a warning'), os.write(1, b'a warning\\n')))\n"
     )
     done: list[int] = []
