@@ -1,4 +1,6 @@
-"""W8A8 linear layer: INT8 weights with a scale a channel, activations quantized on the fly with a scale a token.
+"""W8A8 linear layer: INT8 weights with a scale a channel, activations quantized on the fly.
+
+These have a scale a token, or a scale and a zero point for each 256 inputs of a token.
 
 The weights may be stored in 4 bits (`kernels.stepped`).
 """
@@ -13,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
-from penjing.kernels.quantize import quantize_above, quantize_per_token, quantize_per_token_torch
+from penjing.kernels.quantize import ABOVE_INPUTS, quantize_above, quantize_per_token, quantize_per_token_torch
 from penjing.kernels.rounding import round_clamp_
 from penjing.kernels.swiglu import swiglu_torch
 
@@ -37,7 +39,8 @@ class PackedInt8:
     in_features: int
     out_features: int
     zero_points: bool = False
-    """Activations have a zero point a token, so that their range need not lie evenly around 0."""
+    """Activations have a scale and a zero point for each `quantize.ABOVE_INPUTS` of a token: their range need not lie
+    evenly around 0, and what sticks out makes the steps of its neighbours coarser, not those of the whole token."""
 
     @cached_property
     def panels(self) -> Panels:
@@ -47,7 +50,7 @@ class PackedInt8:
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
         if (part := self.stepped_part) is not None:
-            return cpp.prepack_stepped([part], self.group, zero_points=self.zero_points)
+            return cpp.prepack_stepped([part], self.group)
         return cpp.prepack_int8(self.weight_NK, self.scale_N, self.bias_N, zero_points=self.zero_points)
 
     @property
@@ -68,9 +71,10 @@ class PackedInt8:
         return self.stored.packed_NK8, self.scale_N, self.stored.step_NG2, self.bias_N
 
     @cached_property
-    def row_sums(self) -> torch.Tensor:
-        """(N,) int32: the sum of each row of the weight, which a zero point multiplies."""
-        return self.weight_NK.sum(dim=1, dtype=torch.int32)
+    def block_sums(self) -> torch.Tensor:
+        """(N, B) int32: the sum of each row of the weight over each block of inputs, which a zero point multiplies."""
+        blocks = self.weight_NK.split(ABOVE_INPUTS, dim=1)
+        return torch.stack([block.sum(dim=1, dtype=torch.int32) for block in blocks], dim=1)
 
 
 def prepack_int8(
@@ -88,7 +92,7 @@ def prepack_int8(
         zero_points: of activations, see `kernels.quantize.quantize_above`.
 
     Raises:
-        ValueError: a wrong shape, dtype or device.
+        ValueError: a wrong shape, dtype or device, or zero points beside a weight in 4 bits.
     """
     if isinstance(weight_NK, torch.Tensor):
         if weight_NK.dim() != 2 or weight_NK.dtype != torch.int8 or 0 in weight_NK.shape:
@@ -96,6 +100,8 @@ def prepack_int8(
                 f"weight_NK has shape {tuple(weight_NK.shape)} and {weight_NK.dtype}; int8 (N, K) is needed"
             )
         weight_NK = weight_NK.contiguous()
+    elif zero_points:
+        raise ValueError("zero_points are of weights in 8 bits")
     out_features, in_features = weight_NK.shape
     vectors = [("scale_N", scale_N)] + ([("bias_N", bias_N)] if bias_N is not None else [])
     for name, vector in vectors:
@@ -118,7 +124,8 @@ def prepack_int8(
 def int8_linear(x_MK: torch.Tensor, packed: PackedInt8) -> torch.Tensor:
     """y_MN = (q_MK · weight_NKᵀ) × scale_M × scale_N + bias_N with q, scale_M = quantize_per_token(x).
 
-    With zero points z_M, q, scale_M, z_M = quantize_above(x) and z_M is subtracted from q before the product.
+    With zero points z_MB, q, scale_MB, z_MB = quantize_above(x), and y_MN is the sum over blocks b of inputs of
+    ((q_Mb − z_Mb) · weight_Nbᵀ) × scale_Mb, in their order, × scale_N + bias_N.
     The sum runs in int32 and is exact, so row i of the result depends on row i of `x_MK` alone, bit by bit.
 
     Args:
@@ -170,9 +177,14 @@ def scaled_above(
         residual_MN: added to the result in float32.
         dtype: of the result.
     """
-    q_MK, scale_M, zero_M = quantize_above(x_MK)
-    sums_MN = int8_matmul(q_MK, packed.weight_NK) - zero_M[:, None] * packed.row_sums
-    y_MN = sums_MN.to(torch.float32).mul_(scale_M[:, None]).mul_(packed.scale_N)
+    q_MK, scale_MB, zero_MB = quantize_above(x_MK)
+    y_MN = torch.zeros(len(q_MK), packed.out_features, device=q_MK.device)
+    blocks = zip(q_MK.split(ABOVE_INPUTS, dim=1), packed.weight_NK.split(ABOVE_INPUTS, dim=1), strict=True)
+    for block, (q_Mb, weight_Nb) in enumerate(blocks):
+        sums_MN = int8_matmul(q_Mb.contiguous(), weight_Nb.contiguous())
+        sums_MN = sums_MN - zero_MB[:, block, None] * packed.block_sums[:, block]
+        y_MN.add_(sums_MN.to(torch.float32).mul_(scale_MB[:, block, None]))
+    y_MN.mul_(packed.scale_N)
     if packed.bias_N is not None:
         y_MN.add_(packed.bias_N)
     return (y_MN if residual_MN is None else y_MN + residual_MN).to(dtype)

@@ -1,13 +1,17 @@
-"""Dynamic INT8 quantization of activations, one scale a token: around zero, or above a zero point of the token."""
+"""Dynamic INT8 quantization of activations: around zero with a scale a token, or above zero points of its blocks."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
 from penjing.kernels.rounding import INT8_LIMIT, divided, round_clamp_
 
-LEVELS = 255  # steps between the least and the largest of a row that has a zero point
+LEVELS = 255  # steps between the least and the largest of what has a zero point
+# Inputs that share a scale and a zero point. Of 512, 256, 128 and 64 before SmolLM2's down_proj the divergence from the
+# original is 4.4, 3.9, 3.9 and 3.7 thousandths of a nat, with one for a token 5.8; a block costs an addition an output.
+ABOVE_INPUTS = 256
 
 
 def quantize_per_token(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,23 +48,35 @@ def quantize_per_token_torch(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def quantize_above(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize each row by its range, 0 included, as compressed-tensors' asymmetric dynamic activations are.
+    """Quantize each block of ABOVE_INPUTS neighbours in a row by its range, 0 included.
 
-    scale = (max − min) / 255 (1 where that is zero), zero = round_half_even(−min / scale) − 128,
-    q = clamp(round_half_even(x / scale) + zero, −128, 127), in float32: x ≈ (q − zero) × scale. A row whose values lie
-    on one side of 0 gets half the step of `quantize_per_token`.
-    A row that holds inf or NaN gets a scale that is not finite, so the damage stays visible downstream.
+    As compressed-tensors does with asymmetric dynamic activations of groups. The last of the B = ⌈K / ABOVE_INPUTS⌉
+    blocks may have fewer. scale = (max − min) / 255 (1 where that is zero), zero = round_half_even(−min / scale) − 128,
+    q = clamp(round_half_even(x / scale) + zero, −128, 127), in float32: x ≈ (q − zero) × scale. A block whose values
+    lie on one side of 0 gets half the step of `quantize_per_token`.
+    A block that holds inf or NaN gets a scale that is not finite, so the damage stays visible downstream.
 
     Args:
         x_MK: (M, K ≥ 1) floating; half types are widened first.
 
     Returns:
-        q_MK int8, scale_M float32, zero_M int32 in −128 … 127.
+        q_MK int8, scale_MB float32, zero_MB int32 in −128 … 127.
     """
-    x_MK = x_MK.to(torch.float32)
-    below_M = (-x_MK.amin(dim=1)).clamp_(min=0)
-    scale_M = divided(x_MK.amax(dim=1).clamp_(min=0) + below_M, LEVELS)
-    scale_M.masked_fill_(scale_M == 0, 1.0)
-    zero_M = (below_M / scale_M).round_().nan_to_num_(nan=128.0) - 128
-    q_MK = (x_MK / scale_M[:, None]).round_().add_(zero_M[:, None]).clamp_(-128, 127)
-    return q_MK.nan_to_num_(nan=0.0).to(torch.int8), scale_M, zero_M.to(torch.int32)
+    rows, inputs = x_MK.shape
+    size = min(inputs, ABOVE_INPUTS)
+    # 0 is in every range, so that zeros behind the last input change nothing.
+    x_MBK = F.pad(x_MK.to(torch.float32), (0, -inputs % size)).view(rows, -1, size)
+    below_MB1 = (-x_MBK.amin(dim=2, keepdim=True)).clamp_(min=0)
+    scale_MB1 = divided(x_MBK.amax(dim=2, keepdim=True).clamp_(min=0) + below_MB1, LEVELS)
+    scale_MB1.masked_fill_(scale_MB1 == 0, 1.0)
+    zero_MB1 = (below_MB1 / scale_MB1).round_().nan_to_num_(nan=128.0) - 128
+    q_MBK = (x_MBK / scale_MB1).round_().add_(zero_MB1).clamp_(-128, 127).nan_to_num_(nan=0.0).to(torch.int8)
+    q_MK = q_MBK.view(rows, -1)[:, :inputs].contiguous()
+    return q_MK, scale_MB1[..., 0], zero_MB1[..., 0].to(torch.int32)
+
+
+def dequantize_above(q_MK: torch.Tensor, scale_MB: torch.Tensor, zero_MB: torch.Tensor) -> torch.Tensor:
+    """(q − zero) × scale of what `quantize_above` gives: (M, K) float32."""
+    inputs = q_MK.shape[1]
+    scale_MK, zero_MK = (each.repeat_interleave(ABOVE_INPUTS, dim=1)[:, :inputs] for each in (scale_MB, zero_MB))
+    return (q_MK - zero_MK).to(torch.float32).mul_(scale_MK)

@@ -114,10 +114,7 @@ class Packer:
         eights = [linear for linear in group if isinstance(linear, PackedInt8)]
         stepped = [part for linear in eights if (part := linear.stepped_part) is not None]
         if stepped:
-            above, inputs = eights[0].zero_points, eights[0].group
-            return self.extension.prepack_stepped(
-                stepped, inputs, swiglu=swiglu, memory=memory, zero_points=above
-            ).linear
+            return self.extension.prepack_stepped(stepped, eights[0].group, swiglu=swiglu, memory=memory).linear
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         above = eights[0].zero_points
         return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
@@ -143,7 +140,8 @@ class Packer:
             return self.extension.packed_int4_bytes(*sizes, swiglu, first.offset_NG is not None)
         if isinstance(first, PackedInt8) and first.group:
             return self.extension.packed_stepped_bytes(columns, first.in_features, first.group, swiglu)
-        return self.extension.packed_bytes(columns, size(first)[1], swiglu)
+        above = isinstance(first, PackedInt8) and first.zero_points
+        return self.extension.packed_bytes(columns, size(first)[1], swiglu, above)
 
 
 def _lines(size: int) -> int:

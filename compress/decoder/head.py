@@ -27,7 +27,9 @@ from penjing.core.runtime.embedding import CHANNEL
 from penjing.core.runtime.schemes import EMBEDDING_MODULE
 
 # Of the smoothing between the last norm and a table that is the embedding too. Of 0, 0.25, 0.5 and 0.7 the one with
-# which SmolLM2 loses least on five texts: 0.6 % of perplexity in all, 1.25 % without smoothing.
+# which SmolLM2 loses least on five texts: 0.6 % of perplexity in all, 1.25 % without smoothing. Its channels are
+# measured by their root mean square: by their largest, embedding and head diverge by a fifth (Gemma 3) or a third
+# (SmolLM2) more.
 TABLE_ALPHA = 0.5
 
 
@@ -116,8 +118,12 @@ def compress_head(
     tied = one_table(settings, stream.config)
     alpha = TABLE_ALPHA if tied else 0.0 if settings.keeps("lm_head") else settings.transform.smooth_norm
     if alpha > 0:
-        magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
-        scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)
+        if tied:
+            square_E = torch.stack([rows(start).square().sum(dim=0) for start in starts]).sum(dim=0)
+            scale_E = smoothing_scale(x_ME.square().mean(dim=0).sqrt(), (square_E / len(stored_VE)).sqrt(), alpha)
+        else:
+            magnitude_E = torch.stack([input_magnitude(rows(start)) for start in starts]).amax(dim=0)
+            scale_E = smoothing_scale(channel_magnitude(x_ME), magnitude_E, alpha)
     tensors: Weights = {FINAL_NORM: new_norm_E / scale_E}
     if (bias_V := stream.head_bias()) is not None:
         tensors[HEAD_BIAS] = bias_V

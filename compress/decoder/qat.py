@@ -24,7 +24,7 @@ from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.rounding.formats import INT4_WEIGHT, INT8_WEIGHT, NumberFormat
 from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.kernels.int4_linear import OFFSET, unpack_int4
-from penjing.kernels.quantize import quantize_above, quantize_per_token_torch
+from penjing.kernels.quantize import dequantize_above, quantize_above, quantize_per_token_torch
 
 UNITS = {8: 0.005, 4: 0.01}  # by bits: an update of 1e-5 moves a weight by 0.002 or 0.001 of its scale
 SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight of 8 bits by 0.013 of it
@@ -43,12 +43,10 @@ class _Activation(torch.autograd.Function):
         group = scheme.activation_group
         if group is None:
             return x.to(torch.bfloat16).to(x.dtype)
-        rows_MK = x.reshape(-1, group or x.shape[-1])
         if scheme.zero_points:
-            q_MK, scale_M, zero_M = quantize_above(rows_MK)
-            q_MK = q_MK - zero_M[:, None]
-        else:
-            q_MK, scale_M = quantize_per_token_torch(rows_MK)
+            rounded_MK = dequantize_above(*quantize_above(x.reshape(-1, x.shape[-1])))
+            return rounded_MK.view(x.shape).to(x.dtype)
+        q_MK, scale_M = quantize_per_token_torch(x.reshape(-1, group or x.shape[-1]))
         return (q_MK.to(torch.float32) * scale_M[:, None]).view(x.shape).to(x.dtype)
 
     @staticmethod

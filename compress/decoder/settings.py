@@ -110,9 +110,10 @@ class Int8Settings(Config):
     )
     zero_points: tuple[str, ...] = Field(
         default=(),
-        description='Shell patterns of linear layers in 8 bits, such as "*.down_proj", whose activations have a zero '
-        "point a token beside the scale: a token whose outliers lie on one side of 0 gets half the step. The LM head "
-        "has none.",
+        description='Shell patterns of linear layers in 8 bits, such as "*.down_proj", whose activations have a scale '
+        "and a zero point for each 256 inputs of a token: what sticks out makes the steps of its neighbours coarser, "
+        "not those of the whole token, and half as coarse where it lies on one side of 0. The artifact says that a "
+        "token has one of each, which is how other engines compute it. The LM head has none.",
     )
     keep: tuple[str, ...] = Field(
         default=(), description='Shell patterns of linear layers that stay floating, such as "*.down_proj".'
@@ -169,7 +170,7 @@ class Int8Settings(Config):
         return self.group if self.offsets else 0
 
     def above(self, module: str) -> bool:
-        """Whether the activations of the quantized linear layer `module` have a zero point a token."""
+        """Whether the activations of the quantized linear layer `module` have zero points."""
         return module != "lm_head" and any(fnmatchcase(module, pattern) for pattern in self.zero_points)
 
     def keeps(self, module: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penjing.kernels.quantize import quantize_above, quantize_per_token
+from penjing.kernels.quantize import dequantize_above, quantize_above, quantize_per_token
 from penjing.kernels.rounding import INT8_LIMIT, round_clamp_
 
 TOKENS_AT_ONCE = 256  # of activations: what is between fits the cache
@@ -44,7 +44,7 @@ def fake_quantize_activation(x: Tensor, group: int | None = 0, above: bool = Fal
 
     Args:
         group: neighbours that share a scale; 0: all K; None: bfloat16.
-        above: tokens have zero points.
+        above: with zero points, see `kernels.quantize.quantize_above`.
     """
     if group is None:
         return x.detach().to(torch.bfloat16).to(torch.float32)
@@ -52,12 +52,10 @@ def fake_quantize_activation(x: Tensor, group: int | None = 0, above: bool = Fal
     found_MK = torch.empty(rows_MK.shape)
     for part_MK, into_MK in zip(rows_MK.split(TOKENS_AT_ONCE), found_MK.split(TOKENS_AT_ONCE), strict=True):
         if above:
-            q_MK, scale_M, zero_M = quantize_above(part_MK)
-            torch.sub(q_MK, zero_M[:, None], out=into_MK)
-        else:
-            q_MK, scale_M = quantize_per_token(part_MK)
-            into_MK.copy_(q_MK)
-        into_MK.mul_(scale_M[:, None])
+            into_MK.copy_(dequantize_above(*quantize_above(part_MK)))
+            continue
+        q_MK, scale_M = quantize_per_token(part_MK)
+        into_MK.copy_(q_MK).mul_(scale_M[:, None])
     return found_MK.view(x.shape)
 
 

@@ -10,7 +10,8 @@ Activations are quantized token by token in standard operators, the rule of `ker
     q = round half to even (x / scale) + 128       Div, QuantizeLinear to uint8
     y = (q · w) × scale × scale of w's row         MatMulInteger, Cast, Mul, Mul
 
-With zero points, its `quantize_above`: y = (q · w − (zero − 128) × sum of w's row) × scale × scale of w's row.
+With zero points, its `quantize_above`: y is the sum over blocks of inputs of (q · w − (zero − 128) × sum of w's row
+there) × scale, times the scale of w's row.
 
 uint8 with the zero point 128 holds the integers of int8 as they are. ONNX Runtime 1.31 on x64 multiplies int8 × int8 by
 a loop 30 times as slow; uint8 × int8 saturates where there is no VNNI unless `session.x64quantprecision` is set;
@@ -21,6 +22,7 @@ with VNNI.
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import quantized_modules
 from penjing.kernels.hadamard import hadamard
-from penjing.kernels.quantize import LEVELS
+from penjing.kernels.quantize import ABOVE_INPUTS, LEVELS
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 EMBEDDED = "embedding"  # the hidden state before the first layer; `layer_output` names those after
@@ -104,8 +106,9 @@ class _Writer:
         names = linear_modules(self.config)
         assert checkpoint.quantization is not None  # `_check` was here before
         self.int8 = quantized_modules(checkpoint.quantization, names)
-        # Value → its integers, scales and, with zero points, what these are above 128: q, k and v read one input.
-        self._quantized: dict[str, tuple[str, str, str | None]] = {}
+        # Value → its integers, scales and, with zero points, what these are above 128, of each block of inputs that has
+        # its own: q, k and v read one input.
+        self._quantized: dict[str, list[tuple[str, str, str | None]]] = {}
         self._masks: dict[int | None, str] = {}
 
     def write(self) -> Any:
@@ -270,14 +273,12 @@ class _Writer:
         product = output if bias is None else f"{output}/product"
         weight_KN = get(f"{module}.weight").t()
         if module in self.int8:
-            q, scale, above = self._quantize(x, self.int8[module].zero_points)
-            weight, zero = self._integers(f"{module}.weight", weight_KN)
-            y = node("MatMulInteger", [q, weight, self._zero(), zero], f"{output}/int32")
-            if above is not None:
-                sums = self.graph.constant(f"{module}.weight/sums", weight_KN.sum(dim=0, dtype=torch.int32))
-                y = node("Sub", [y, node("Mul", [above, sums], f"{output}/above")], f"{output}/sums")
-            y = self._cast(y, TensorProto.FLOAT, f"{output}/float32")
-            y = node("Mul", [y, scale], f"{output}/tokens")
+            blocks = self._quantize(x, len(weight_KN), self.int8[module].zero_points)
+            parts = weight_KN.split(ABOVE_INPUTS if len(blocks) > 1 else len(weight_KN))
+            y = self._product(module, parts[0], blocks[0], output)
+            for index in range(1, len(parts)):
+                term = self._product(f"{module}/{index}", parts[index], blocks[index], f"{output}/{index}")
+                y = node("Add", [y, term], f"{output}/{index}/total")
             scale_N = get(f"{module}.weight_scale").to(torch.float32).flatten()
             node("Mul", [y, self.graph.constant(f"{module}.weight_scale", scale_N)], product)
         else:
@@ -286,6 +287,16 @@ class _Writer:
             node("Add", [product, self.graph.constant(bias, get(bias).to(torch.float32))], output)
         return output
 
+    def _product(self, name: str, weight_KN: Tensor, quantized: tuple[str, str, str | None], output: str) -> str:
+        """Of the integers of some inputs and their rows of the weight, times the tokens' scales."""
+        node, (q, scale, above) = self.graph.node, quantized
+        weight, zero = self._integers(f"{name}.weight", weight_KN)
+        y = node("MatMulInteger", [q, weight, self._zero(), zero], f"{output}/int32")
+        if above is not None:
+            sums = self.graph.constant(f"{name}.weight/sums", weight_KN.sum(dim=0, dtype=torch.int32))
+            y = node("Sub", [y, node("Mul", [above, sums], f"{output}/above")], f"{output}/sums")
+        return node("Mul", [self._cast(y, TensorProto.FLOAT, f"{output}/float32"), scale], f"{output}/tokens")
+
     def _integers(self, name: str, weight_KN: Tensor) -> tuple[str, str]:
         if self.signed:
             # ONNX Runtime makes uint8 of weight and zero point, and fails on a zero point that it changed before.
@@ -293,11 +304,11 @@ class _Writer:
         shifted = (weight_KN.to(torch.int16) + ZERO).to(torch.uint8)
         return self.graph.constant(name, shifted), self._zero()
 
-    def _quantize(self, x: str, zero_points: bool) -> tuple[str, str, str | None]:
+    def _quantize(self, x: str, inputs: int, zero_points: bool) -> list[tuple[str, str, str | None]]:
         if x not in self._quantized:
             node = self.graph.node
             if zero_points:
-                self._quantized[x] = self._quantize_above(x)
+                self._quantized[x] = [self._quantize_above(block) for block in self._blocks(x, inputs)]
                 return self._quantized[x]
             size = node("ReduceMax", [node("Abs", [x], f"{x}/abs"), self._number([-1])], f"{x}/largest", keepdims=1)
             scale = node("Div", [size, self._float(127.0)], f"{x}/step")
@@ -305,8 +316,17 @@ class _Writer:
             scale = node("Where", [empty, self._float(1.0), scale], f"{x}/scale")
             real = node("Div", [x, scale], f"{x}/real")
             q = node("QuantizeLinear", [real, self._float(1.0), self._zero()], f"{x}/integers")
-            self._quantized[x] = (q, scale, None)
+            self._quantized[x] = [(q, scale, None)]
         return self._quantized[x]
+
+    def _blocks(self, x: str, inputs: int) -> list[str]:
+        if inputs <= ABOVE_INPUTS:
+            return [x]
+        edges = [*range(0, inputs, ABOVE_INPUTS), inputs]
+        return [
+            self.graph.node("Slice", [x, *map(self._number, ([begin], [end], [-1]))], f"{x}/{begin}")
+            for begin, end in pairwise(edges)
+        ]
 
     def _quantize_above(self, x: str) -> tuple[str, str, str]:
         node, last, none = self.graph.node, self._number([-1]), self._float(0.0)

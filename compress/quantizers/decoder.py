@@ -49,6 +49,7 @@ from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import has_int8_embedding, quantized_modules
 from penjing.core.work import Places, StepRecord, Tasks, link_or_copy
+from penjing.kernels.quantize import ABOVE_INPUTS
 from penjing.train.families.base import Task
 from penjing.train.recipe.recipe import RunRecipe
 
@@ -212,7 +213,8 @@ def _formats(settings: Int8Settings) -> dict[str, str]:
         weights = f"int4, {each} for each {settings.group} inputs; of lm_head{kept} int8, a scale a channel"
     activations = ACTIVATIONS
     if settings.zero_points:
-        activations = f"{ACTIVATIONS}, and a zero point of {', '.join(settings.zero_points)}"
+        above = ", ".join(settings.zero_points)
+        activations = f"{ACTIVATIONS}, of {above} a scale and a zero point for each {ABOVE_INPUTS} inputs"
     if settings.offsets:
         activations = f"int8, a scale for each {settings.group} inputs, where weights have 8 bits a scale a token"
     if settings.activations_bits == 16:

@@ -136,7 +136,7 @@ def quantization_config(
         offsets: groups have offsets too, and activations a scale for each group.
         whole: scales and offsets of groups are whole numbers on top of a scale a channel.
         embedding: the embedding is in INT8, a scale a row.
-        above: without groups, the modules whose activations have a zero point a token.
+        above: without groups, the modules whose activations have zero points.
         activation_bits: with groups, of the activations beside 4-bit weights; 16: bfloat16.
     """
     if not group:

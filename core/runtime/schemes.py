@@ -25,7 +25,9 @@ OFFSET_WEIGHT_FIELDS = INT4_WEIGHT_FIELDS | {"symmetric": False}
 OFFSET_ACTIVATION_FIELDS = ACTIVATION_FIELDS | {"strategy": "group"}
 STEPPED_WEIGHT_FIELDS = OFFSET_WEIGHT_FIELDS | {"scale_dtype": "int8"}
 
-ABOVE_FIELDS = ACTIVATION_FIELDS | {"symmetric": False}  # a zero point a token too; of 8-bit weights alone
+# Of 8-bit weights alone. The scheme has a scale and a zero point a token; this engine keeps its own for each block of
+# inputs (`kernels.quantize.ABOVE_INPUTS`), which is finer, as it does for a KV cache.
+ABOVE_FIELDS = ACTIVATION_FIELDS | {"symmetric": False}
 
 # What a stored form asks of weights and activations.
 _FORMATS = {
@@ -49,8 +51,9 @@ class Scheme:
     """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs.
 
     With offsets a group also has what its weights lie above, and activations have a scale for each group. With zero
-    points, of 8-bit weights, activations have one a token beside the scale. Beside 4-bit weights activations may have
-    16 bits: bfloat16. With steps the scale is a channel's, and a group has a whole step and offset.
+    points, of 8-bit weights, activations have a scale and a zero point for each block of inputs. Beside 4-bit weights
+    activations may have 16 bits: bfloat16. With steps the scale is a channel's, and a group has a whole step and
+    offset.
     """
 
     bits: Literal[4, 8]

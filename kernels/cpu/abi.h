@@ -14,7 +14,8 @@ struct PjLinear {
     const void* weight;
     const float* scale;   // INT8: (columns) factor of each column, in packed order
     const float* bias;    // INT8, INT4: (columns) in packed order, always present; float: (n) or null
-    const int32_t* comp;  // INT8: (columns) 128 × the column's sum of weights
+    const int32_t* comp;  // INT8: (columns) 128 × the column's sum of weights; with zero points, of each panel, the sums
+                          // themselves of each block of inputs: (blocks, columns of the panel)
     int64_t n;            // output features (of a SwiGLU pair: of the product)
     int64_t k;            // input features
     int32_t dtype;        // PjDtype
@@ -25,7 +26,8 @@ struct PjLinear {
                           // weights that are stored as step × 4 bits + offset (pack_stepped.cpp); 0: as bytes
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
     int32_t offsets;      // INT4: a group also has an offset, and activations have a scale for each group of inputs
-    int32_t zero_points;  // INT8: activations have a zero point a token, not zero in the middle of their range
+    int32_t zero_points;  // INT8: activations have a scale and a zero point for each ABOVE_INPUTS of a token, not one
+                          // scale with zero in the middle of their range
     int32_t half_inputs;  // INT4: activations are rounded to bfloat16, not to 8 bits
 };
 

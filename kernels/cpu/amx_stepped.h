@@ -74,9 +74,8 @@ inline void stepped_panel(const PjLinear& linear, int64_t panel, const Int8Rows&
         for (int row = tile * tiles.height; row < from + tiles.height; ++row) {
             const int32_t* own = acc + (tile * TILE_ROWS + row - from) * PANEL;
             const V row_scale = v_set(rows.row_scale[begin + row]);
-            const int32_t* zero = rows.zero ? rows.zero + begin + row : nullptr;
             finish_row(linear, first, columns, rows.out + (begin + row) * rows.ldo, rows.add, [&](int column) {
-                return dequantize(linear, own + column, first + column, row_scale, zero);
+                return dequantize(linear, own + column, first + column, row_scale);
             });
         }
     }

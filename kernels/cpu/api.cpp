@@ -54,10 +54,12 @@ PJ_API uint32_t pj_read(const uint32_t* words, int64_t count) {
     return reading.sum;
 }
 
-PJ_API uint64_t pj_packed_bytes(int64_t n, int64_t k, int32_t swiglu) { return packed_bytes(n, k, swiglu != 0); }
-PJ_API void pj_pack_int8(const PjPart* parts, int32_t num_parts, int64_t n, int64_t k, int32_t swiglu, void* memory,
-                         PjLinear* linear) {
-    pack_int8(parts, num_parts, n, k, swiglu != 0, num_threads(), memory, linear);
+PJ_API uint64_t pj_packed_bytes(int64_t n, int64_t k, int32_t swiglu, int32_t zero_points) {
+    return packed_bytes(n, k, swiglu != 0, zero_points != 0);
+}
+PJ_API void pj_pack_int8(const PjPart* parts, int32_t num_parts, int64_t n, int64_t k, int32_t swiglu, int32_t zero_points,
+                         void* memory, PjLinear* linear) {
+    pack_int8(parts, num_parts, n, k, swiglu != 0, zero_points != 0, num_threads(), memory, linear);
 }
 PJ_API uint64_t pj_packed_stepped_bytes(int64_t n, int64_t k, int32_t swiglu, int32_t group) {
     return packed_stepped_bytes(n, k, swiglu != 0, group);

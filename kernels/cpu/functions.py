@@ -86,9 +86,9 @@ class CpuExtension:
             raise ValueError("memory is not a contiguous CPU tensor")
         return self.library.pj_read(memory.data_ptr(), memory.numel() * memory.element_size() // 4)
 
-    def packed_bytes(self, out_features: int, in_features: int, swiglu: bool = False) -> int:
+    def packed_bytes(self, out_features: int, in_features: int, swiglu: bool = False, zero_points: bool = False) -> int:
         """Bytes that `prepack_int8` needs for a layer."""
-        return self.library.pj_packed_bytes(out_features, in_features, swiglu)
+        return self.library.pj_packed_bytes(out_features, in_features, swiglu, zero_points)
 
     def prepack_int8(
         self,
@@ -108,7 +108,7 @@ class CpuExtension:
             scale_N: (N,) float32.
             bias_N: (N,) float32 or None.
             memory: (packed_bytes,) uint8 to fill, 64-byte aligned; allocated if None.
-            zero_points: activations have a zero point a token, see `kernels.quantize`.
+            zero_points: of activations, see `kernels.quantize.quantize_above`.
 
         Raises:
             ValueError: a wrong shape, dtype or layout.
@@ -138,7 +138,6 @@ class CpuExtension:
         *,
         swiglu: bool = False,
         memory: Tensor | None = None,
-        zero_points: bool = False,
     ) -> Panels:
         """Lay out INT8 weights that are stored in 4 bits for `int8_linear`, as `prepack_parts` does others.
 
@@ -150,7 +149,7 @@ class CpuExtension:
         Raises:
             ValueError: a wrong shape, dtype or layout.
         """
-        return pack_stepped(self.library, parts, group, swiglu, memory, zero_points)
+        return pack_stepped(self.library, parts, group, swiglu, memory)
 
     def packed_stepped_bytes(self, out_features: int, in_features: int, group: int, swiglu: bool = False) -> int:
         """Bytes that `prepack_stepped` needs for a layer."""

@@ -16,7 +16,7 @@ PjLinear columns_of(const PjLinear& linear, int64_t begin, int64_t end) {
     part.weight = static_cast<const char*>(linear.weight) + begin * bytes;
     part.n = end - begin;
     if (linear.scale) part.scale += begin;
-    if (linear.comp) part.comp += begin;
+    if (linear.comp) part.comp += begin * row_scales(linear);
     if (linear.bias) part.bias += begin;
     return part;
 }

@@ -252,10 +252,10 @@ _FUNCTIONS = {
     "pj_allocate": (c_void_p, [c_uint64]),
     "pj_free": (None, [c_void_p, c_uint64]),
     "pj_read": (c_uint32, [c_void_p, c_int64]),
-    "pj_packed_bytes": (c_uint64, [c_int64, c_int64, c_int32]),
+    "pj_packed_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32]),
     "pj_pack_int8": (
         None,
-        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_void_p, POINTER(Linear)],
+        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, POINTER(Linear)],
     ),
     "pj_packed_stepped_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32]),
     "pj_pack_stepped": (

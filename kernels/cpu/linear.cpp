@@ -79,9 +79,13 @@ void pack_panel(const Packing& p, int64_t panel) {
     for (int64_t c = 0; c < width; ++c) {
         const PackedRow row = find_row(p, source_row(first + c, p.linear.n, p.linear.swiglu != 0));
         from[c] = row.weight;
-        uint32_t sum = 0;
-        for (int64_t i = 0; from[c] && i < k; ++i) sum += static_cast<uint32_t>(int32_t{from[c][i]});
-        p.places.comp[first + c] = static_cast<int32_t>(128u * sum);
+        const int64_t blocks = row_scales(p.linear), inputs = blocks > 1 ? ABOVE_INPUTS : k;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t end = (block + 1) * inputs < k ? (block + 1) * inputs : k;
+            uint32_t sum = 0;
+            for (int64_t i = block * inputs; from[c] && i < end; ++i) sum += static_cast<uint32_t>(int32_t{from[c][i]});
+            p.places.comp[first * blocks + block * width + c] = static_cast<int32_t>(p.linear.zero_points ? sum : 128u * sum);
+        }
         p.places.scales[first + c] = row.scale;
         p.places.biases[first + c] = row.bias;
     }
@@ -103,23 +107,27 @@ void pack_member(const Team& team, void* context) {
         pack_panel(packing, panel);
 }
 
-}  // namespace
-
-size_t packed_bytes(int64_t n, int64_t k, bool swiglu) {
+PjLinear describe(int64_t n, int64_t k, bool swiglu, bool zero_points) {
     PjLinear linear{};
     linear.n = n;
+    linear.k = k;
+    linear.dtype = PJ_INT8;
     linear.swiglu = swiglu;
-    const size_t columns = static_cast<size_t>(padded_columns(linear));
-    return columns * static_cast<size_t>(padded_k(k)) + 3 * columns * 4;
+    linear.zero_points = zero_points;
+    return linear;
 }
 
-void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int threads, void* memory,
-               PjLinear* linear) {
-    *linear = PjLinear{};
-    linear->n = n;
-    linear->k = k;
-    linear->dtype = PJ_INT8;
-    linear->swiglu = swiglu;
+}  // namespace
+
+size_t packed_bytes(int64_t n, int64_t k, bool swiglu, bool zero_points) {
+    const PjLinear linear = describe(n, k, swiglu, zero_points);
+    const size_t columns = static_cast<size_t>(padded_columns(linear));
+    return columns * (static_cast<size_t>(padded_k(k)) + 4 * static_cast<size_t>(row_scales(linear) + 2));
+}
+
+void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, bool zero_points, int threads,
+               void* memory, PjLinear* linear) {
+    *linear = describe(n, k, swiglu, zero_points);
     const int64_t columns = padded_columns(*linear), groups = padded_k(k) / 4;
     linear->width = best_width(columns, {64, 48, 32}, swiglu, threads);
     const Int8Columns places = place_int8(linear, memory, columns * groups * 4);
@@ -133,8 +141,8 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
     const size_t r = static_cast<size_t>(rows);
     Rows found{};
     found.q = carver.take<uint8_t>(r * static_cast<size_t>(padded_k(k)));
-    found.row_scale = carver.take<float>(r);
-    found.zero = carver.take<int32_t>(r);
+    found.row_scale = carver.take<float>(r * static_cast<size_t>(above_blocks(k)));
+    found.zero = carver.take<int32_t>(r * static_cast<size_t>(above_blocks(k)));
     found.q4 = carver.take<int8_t>(r * static_cast<size_t>(k));
     found.half = carver.take<uint16_t>(r * static_cast<size_t>(k));
     found.start = carver.take<int32_t>(r * static_cast<size_t>(k / LEAST_GROUP + 1));
@@ -144,8 +152,8 @@ Rows carve_rows(Carver& carver, int64_t rows, int64_t k) {
 }
 
 Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row) {
-    const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0;
-    return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + row, rows.zero + row,
+    const int64_t k = linear.k, groups = linear.dtype == PJ_INT4 ? k / linear.group : 0, scales = row * row_scales(linear);
+    return {rows.x + row * k, rows.q + row * padded_k(k), rows.row_scale + scales, rows.zero + scales,
             rows.q4 + row * k, rows.half + row * k, rows.start + row * groups, rows.group_sum + row * groups, rows.group_scale + row * groups};
 }
 

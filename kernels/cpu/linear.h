@@ -13,8 +13,8 @@ namespace penjing {
 struct Rows {
     float* x;         // (rows, k) float32
     uint8_t* q;       // (rows, k rounded up to 4) quantized + 128 or + zero, for INT8 layers
-    float* row_scale; // (rows)
-    int32_t* zero;    // (rows) what stands for 0 in q, for INT8 layers with zero points
+    float* row_scale; // (rows), and of INT8 layers with zero points (rows, above_blocks(k))
+    int32_t* zero;    // (rows, above_blocks(k)) what stands for 0 in q, for these
     int8_t* q4;       // (rows, k) quantized, and (rows, k / group) where sums of groups start, for INT4 layers
     uint16_t* half;   // (rows, k) bfloat16, for INT4 layers with half_inputs, see halve_row
     int32_t* start;
@@ -33,15 +33,15 @@ Rows rows_from(const Rows& rows, const PjLinear& linear, int64_t row);
 // Quantizes x as row `row` of the input of `linear`; nothing for a float layer.
 void quantize_row_for(const Ops& ops, const PjLinear& linear, const float* x, const Rows& rows, int64_t row);
 
-// Bytes of a packed INT8 layer: panels, then 128 × column sums, scales and biases.
-size_t packed_bytes(int64_t n, int64_t k, bool swiglu);
+// Bytes of a packed INT8 layer: panels, then column sums (PjLinear::comp), scales and biases.
+size_t packed_bytes(int64_t n, int64_t k, bool swiglu, bool zero_points);
 
 // Lays out a weight (n, k) (SwiGLU: (2n, k), gate above up), given as parts one above the other, at `memory` and describes
 // it in `linear`. Column c of a panel
 // keeps k-groups of 4 bytes at [group][c]: what one VNNI instruction multiplies. The panel's width is the one that
 // divides most evenly among `threads`.
-void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int threads, void* memory,
-               PjLinear* linear);
+void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, bool zero_points, int threads,
+               void* memory, PjLinear* linear);
 
 // The same for INT8 weights that are stored in steps, see pack_stepped.cpp.
 size_t packed_stepped_bytes(int64_t n, int64_t k, bool swiglu, int32_t group);

@@ -17,8 +17,8 @@ constexpr int MAX_HADAMARD = 256;
 // Where the rows of an INT8 product go.
 struct Int8Rows {
     const uint8_t* x;        // (rows, k rounded up to 4) activations + 128, or + zero
-    const float* row_scale;  // (rows)
-    const int32_t* zero;     // (rows) what stands for 0 in x; null: 128 does
+    const float* row_scale;  // (rows), with zero points (rows, above_blocks(k))
+    const int32_t* zero;     // (rows, above_blocks(k)) what stands for 0 in x; null: 128 does
     float* out;              // (rows, n)
     int64_t ldx;
     int64_t ldo;
@@ -47,6 +47,7 @@ struct Int4Rows {
 struct Ahead {
     const int8_t* at;
     int lines;
+    int64_t far = 0;  // of an INT8 product with AVX2: bytes between the lines of one k-group
 };
 
 // Where dimension d of a key lies in turned pages, in elements of T; `row` counts keys from the first of a page.
@@ -206,6 +207,11 @@ inline int64_t num_panels(const PjLinear& linear) {
     return (padded_columns(linear) + linear.width - 1) / linear.width;
 }
 inline int64_t padded_k(int64_t k) { return (k + 3) / 4 * 4; }
+// Inputs of a layer with zero points that share a scale and a zero point; the last ones of a token may be fewer.
+constexpr int64_t ABOVE_INPUTS = 256;
+inline int64_t above_blocks(int64_t k) { return (k + ABOVE_INPUTS - 1) / ABOVE_INPUTS; }
+// Scales of one row of the input of an INT8 layer.
+inline int64_t row_scales(const PjLinear& linear) { return linear.zero_points ? above_blocks(linear.k) : 1; }
 inline bool in_panels(const PjLinear& linear) { return linear.dtype == PJ_INT8 || linear.dtype == PJ_INT4; }
 inline int64_t scale_bytes(const PjLinear& linear) { return linear.scale_dtype == PJ_F32 ? 4 : 2; }
 // Of a group of one column: its scale, and its offset where there are any.
@@ -224,9 +230,10 @@ inline void quantize_for_panels(const Ops& ops, const float* x, int64_t k, uint8
     for (int64_t i = k; i < padded_k(k); ++i) q[i] = 0x80;
 }
 
-// The same for a layer whose activations have zero points: activations + zero.
+// The same for a layer whose activations have zero points: activations + zero, a block of inputs at a time.
 inline void quantize_above(const Ops& ops, const float* x, int64_t k, uint8_t* q, float* scale, int32_t* zero) {
-    ops.quantize_row_above(x, k, q, scale, zero);
+    for (int64_t at = 0; at < k; at += ABOVE_INPUTS)
+        ops.quantize_row_above(x + at, k - at < ABOVE_INPUTS ? k - at : ABOVE_INPUTS, q + at, scale++, zero++);
     for (int64_t i = k; i < padded_k(k); ++i) q[i] = 0x80;  // any: the weights there are 0
 }
 

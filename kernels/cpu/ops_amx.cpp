@@ -36,13 +36,31 @@ namespace {
 // A single block reads its panel from memory itself, so many bytes ahead.
 constexpr int64_t NEAR = 8192;
 
+// One row's sums over a block of inputs: of a layer with zero points added to `total`, and its outputs behind the last.
+void finish_block(const PjLinear& linear, int64_t first, int columns, const Int8Rows& rows, int row, int64_t block,
+                  const int32_t* acc, float* total) {
+    float* out = rows.out + row * rows.ldo;
+    if (!rows.zero) {
+        const V row_scale = v_set(rows.row_scale[row]);
+        return finish_row(linear, first, columns, out, rows.add,
+                          [&](int column) { return dequantize(linear, acc + column, first + column, row_scale); });
+    }
+    const int64_t blocks = penjing::above_blocks(linear.k), at = row * blocks + block;
+    const int32_t* sums = linear.comp + first * blocks + block * columns;
+    add_above(acc, sums, columns, rows.row_scale[at], rows.zero[at], block > 0, total);
+    if (block + 1 < blocks) return;
+    finish_row(linear, first, columns, out, rows.add,
+               [&](int column) { return finish_above(linear, total + column, first + column); });
+}
+
 void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, const RowTiles& tiles) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
-    const int64_t left = penjing::padded_columns(linear) - first, steps = groups / TILE_GROUPS;
-    const int64_t rest = groups - steps * TILE_GROUPS, done = 4 * steps * TILE_GROUPS;
+    const int64_t left = penjing::padded_columns(linear) - first, count = penjing::row_scales(linear);
+    const int64_t most = count > 1 ? penjing::ABOVE_INPUTS / 4 : groups;
     const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
     const int8_t* weight = static_cast<const int8_t*>(linear.weight) + first * groups * 4;
     alignas(64) int32_t acc[2 * TILE_ROWS * PANEL];
+    alignas(64) float total[2 * TILE_ROWS * PANEL];
 
     // The blocks fetch equal parts of the next panel; one alone fetches a little ahead of itself.
     const int64_t blocks = tiles.count / 2 * ((columns + 31) / 32) + tiles.count % 2;
@@ -50,34 +68,37 @@ void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, con
     const int8_t* ahead = weight + (tiles.count == 1 ? NEAR : columns * groups * 4);
     for (int tile = 0; tile < tiles.count; tile += 2) {
         const int begin = tiles.first(tile), second = tile + 1 < tiles.count ? tiles.first(tile + 1) : -1;
-        const uint8_t* x = rows.x + begin * rows.ldx;
-        if (second < 0) {  // with an odd number of tiles the last is alone
-            switch (columns / 16) {
-                case 1: sum_1<1>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
-                case 2: sum_1<2>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
-                case 3: sum_1<3>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
-                default: sum_1<4>(x, rows.ldx, weight, columns, steps, ahead, lines, false, acc); break;
+        for (int64_t block = 0; block < count; ++block) {
+            const int64_t before = block * most, some = groups - before < most ? groups - before : most;
+            const int64_t steps = some / TILE_GROUPS, rest = some - steps * TILE_GROUPS, done = before + steps * TILE_GROUPS;
+            const uint8_t* x = rows.x + begin * rows.ldx + 4 * before;
+            const int8_t* own = weight + 4 * columns * before;
+            if (second < 0) {  // with an odd number of tiles the last is alone
+                switch (columns / 16) {
+                    case 1: sum_1<1>(x, rows.ldx, own, columns, steps, ahead, lines, false, acc); break;
+                    case 2: sum_1<2>(x, rows.ldx, own, columns, steps, ahead, lines, false, acc); break;
+                    case 3: sum_1<3>(x, rows.ldx, own, columns, steps, ahead, lines, false, acc); break;
+                    default: sum_1<4>(x, rows.ldx, own, columns, steps, ahead, lines, false, acc); break;
+                }
+                ahead += 64 * lines * steps * (columns / 16);
+            } else {
+                const uint8_t* below = rows.x + second * rows.ldx + 4 * before;
+                for (int column = 0; column < columns; column += 32, ahead += 64 * lines * steps) {
+                    const int8_t* w = own + 4 * column;
+                    if (column + 16 < columns) sum_2<2>(x, below, rows.ldx, w, columns, steps, ahead, lines, false, acc + column);
+                    else sum_2<1>(x, below, rows.ldx, w, columns, steps, ahead, lines, false, acc + column);
+                }
             }
-        } else {
-            const uint8_t* below = rows.x + second * rows.ldx;
-            for (int column = 0; column < columns; column += 32, ahead += 64 * lines * steps) {
-                const int8_t* w = weight + 4 * column;
-                if (column + 16 < columns) sum_2<2>(x, below, rows.ldx, w, columns, steps, ahead, lines, false, acc + column);
-                else sum_2<1>(x, below, rows.ldx, w, columns, steps, ahead, lines, false, acc + column);
-            }
-        }
-        for (int half = 0; half < (second < 0 ? 1 : 2); ++half) {
-            const int from = half ? second : begin, until = from + tiles.height;
-            int32_t* sums = acc + half * TILE_ROWS * PANEL;
-            const int8_t* w = weight + columns * done;
-            if (rest) sum_rest(tiles.height, columns, rows.x + from * rows.ldx + done, rows.ldx, w, columns, rest, sums);
-            for (int row = (tile + half) * tiles.height; row < until; ++row) {
-                const int32_t* own = sums + (row - from) * PANEL;
-                const V row_scale = v_set(rows.row_scale[row]);
-                const int32_t* zero = rows.zero ? rows.zero + row : nullptr;
-                finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
-                    return dequantize(linear, own + column, first + column, row_scale, zero);
-                });
+            for (int half = 0; half < (second < 0 ? 1 : 2); ++half) {
+                const int from = half ? second : begin, until = from + tiles.height;
+                int32_t* sums = acc + half * TILE_ROWS * PANEL;
+                const int8_t* w = weight + 4 * columns * done;
+                if (rest) sum_rest(tiles.height, columns, rows.x + from * rows.ldx + 4 * done, rows.ldx, w, columns, rest, sums);
+                for (int row = (tile + half) * tiles.height; row < until; ++row) {
+                    const int32_t* of_row = sums + (row - from) * PANEL;
+                    float* of_blocks = total + half * TILE_ROWS * PANEL + (row - from) * PANEL;
+                    finish_block(linear, first, columns, rows, row, block, of_row, of_blocks);
+                }
             }
         }
     }

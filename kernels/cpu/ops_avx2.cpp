@@ -76,12 +76,12 @@ constexpr int int8_rows(int) { return INT8_ROWS; }
 // first tiles of a panel ask for a line of the next one, those of 32 columns for two.
 template <int MR, int NR>
 inline int int8_columns(const int16_t* x, int column, int columns, const int8_t* w, const penjing::Ahead& ahead,
-                        int64_t first, int64_t some, int64_t groups, bool more, int32_t* acc) {
+                        int64_t first, int64_t some, bool more, int32_t* acc) {
     constexpr int LINES = NR == 4 ? 2 : 1;
     for (; column + 8 * NR <= columns; column += 8 * NR) {
         const int line = column / (8 * NR) * LINES;
-        const int64_t step = line < ahead.lines ? 64 : 0, far = line + 1 < ahead.lines ? groups * 64 : 0;
-        const int8_t* at = ahead.at + (step ? (line * groups + first) * 64 : 0);
+        const int64_t step = line < ahead.lines ? 64 : 0, far = line + 1 < ahead.lines ? ahead.far : 0;
+        const int8_t* at = ahead.at + (step ? line * ahead.far + first * 64 : 0);
         int8_tile<MR, NR>(x, w + 4 * (first * columns + column), at, step, far, some, columns, more, acc + column);
     }
     return column;
@@ -95,7 +95,7 @@ inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, con
         const int64_t some = groups - first < PIECE ? groups - first : PIECE;
         for (int m = 0; m < rows; ++m) widen_bytes(x + m * ldx + 4 * first, some, wide + m * INT8_INPUTS);
         const auto run = [&](auto columns_of, int column) {
-            return columns_of(wide, column, columns, w, ahead, first, some, groups, more, acc);
+            return columns_of(wide, column, columns, w, ahead, first, some, more, acc);
         };
         switch (rows) {
             case 1: run(int8_columns<1, 2>, run(int8_columns<1, 4>, 0)); break;

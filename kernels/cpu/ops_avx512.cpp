@@ -65,6 +65,7 @@ constexpr int int4_rows(int nr) { return int8_rows(nr); }
 // A single block reads its panel from memory itself: so many bytes ahead, the hardware's prefetcher stops at each 4 KiB
 // page. 8 KiB and more were slower.
 constexpr int64_t int8_near(int64_t) { return 2048; }
+constexpr int64_t int8_step(const penjing::Ahead& ahead) { return 64 * ahead.lines; }
 
 template <int MR, int NR>
 inline void int8_lines(const uint8_t* x, int64_t ldx, const int8_t* w, penjing::Ahead ahead, int64_t groups,

@@ -70,7 +70,7 @@ inline int int8_columns(const uint8_t* x, int64_t ldx, int column, int columns, 
                         const penjing::Ahead& ahead, int64_t groups, bool more, int32_t* acc) {
     for (; column + 8 * NR <= columns; column += 8 * NR) {
         const int line = column / 16;
-        const Fetch fetch{ahead.at + 64 * line * groups, 64, 64 * groups, 0, ahead.lines - line};
+        const Fetch fetch{ahead.at + line * ahead.far, 64, ahead.far, 0, ahead.lines - line};
         int8_tile<MR, NR>(x, ldx, w + 4 * column, fetch, groups, columns, more, acc + column);
     }
     return column;

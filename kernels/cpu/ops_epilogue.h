@@ -3,14 +3,27 @@
 
 namespace {
 
-// y = acc × row_scale × column_scale + bias, each product rounded, as the torch reference does; `zero`: the row's zero
-// point, null for 128.
-inline V dequantize(const PjLinear& linear, const int32_t* acc, int64_t column, V row_scale, const int32_t* zero) {
-    VI comp = vi_load(linear.comp + column);
-    if (zero) comp = vi_mul(vi_over128(comp), vi_set(*zero));
-    const V sum = v_from_int(vi_sub(vi_load(acc), comp));
+// y = acc × row_scale × column_scale + bias, each product rounded, as the torch reference does.
+inline V dequantize(const PjLinear& linear, const int32_t* acc, int64_t column, V row_scale) {
+    const V sum = v_from_int(vi_sub(vi_load(acc), vi_load(linear.comp + column)));
     const V scaled = v_mul(v_mul(sum, row_scale), v_load(linear.scale + column));
     return v_add(scaled, v_load(linear.bias + column));
+}
+
+// Of a layer with zero points: one row's sums over a block of inputs, each (acc − zero × the column's sum) × scale,
+// become the row's total or are added to it. `sums`: of the columns.
+inline void add_above(const int32_t* acc, const int32_t* sums, int columns, float scale, int32_t zero, bool more, float* total) {
+    const V by = v_set(scale);
+    const VI level = vi_set(zero);
+    for (int column = 0; column < columns; column += W) {
+        const V term = v_mul(v_from_int(vi_sub(vi_load(acc + column), vi_mul(vi_load(sums + column), level))), by);
+        v_store(total + column, more ? v_add(v_load(total + column), term) : term);
+    }
+}
+
+// y = total × column_scale + bias, of such a layer.
+inline V finish_above(const PjLinear& linear, const float* total, int64_t column) {
+    return v_add(v_mul(v_load(total), v_load(linear.scale + column)), v_load(linear.bias + column));
 }
 
 inline void put(float* out, V value, int64_t valid, bool add) {

@@ -54,10 +54,35 @@ inline void finish_int8(const PjLinear& linear, int64_t first, int columns, cons
                         const int32_t* acc) {
     for (int row = begin; row < end; ++row, acc += penjing::PANEL) {
         const V row_scale = v_set(rows.row_scale[row]);
-        const int32_t* zero = rows.zero ? rows.zero + row : nullptr;
         finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
-            return dequantize(linear, acc + column, first + column, row_scale, zero);
+            return dequantize(linear, acc + column, first + column, row_scale);
         });
+    }
+}
+
+// The same of a layer with zero points, whose inputs are multiplied block by block.
+inline void above_block(const PjLinear& linear, int64_t first, int columns, const penjing::Int8Rows& rows, int begin, int end,
+                        const int8_t* weight, penjing::Ahead ahead) {
+    const int64_t blocks = penjing::above_blocks(linear.k), groups = penjing::padded_k(linear.k) / 4;
+    constexpr int64_t most = penjing::ABOVE_INPUTS / 4;
+    const int32_t* sums = linear.comp + first * blocks;
+    alignas(64) int32_t acc[8 * penjing::PANEL];
+    alignas(64) float total[8 * penjing::PANEL];
+    for (int64_t block = 0; block < blocks; ++block, sums += columns) {
+        const int64_t done = block * most, some = groups - done < most ? groups - done : most;
+        const uint8_t* x = rows.x + begin * rows.ldx + 4 * done;
+        int8_block(end - begin, columns, x, rows.ldx, weight + 4 * columns * done, ahead, some, false, acc);
+        ahead.at += int8_step(ahead) * some;
+        for (int row = begin; row < end; ++row) {
+            const int64_t at = row * blocks + block;
+            const int64_t own = (row - begin) * penjing::PANEL;
+            add_above(acc + own, sums, columns, rows.row_scale[at], rows.zero[at], block > 0, total + own);
+        }
+    }
+    for (int row = begin; row < end; ++row) {
+        const float* own = total + (row - begin) * penjing::PANEL;
+        finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add,
+                   [&](int column) { return finish_above(linear, own + column, first + column); });
     }
 }
 
@@ -76,11 +101,15 @@ inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int
         const int end = static_cast<int>(static_cast<int64_t>(rows.rows) * (block + 1) / blocks);
         // Blocks fetch equal parts of the next panel, which lies behind this one: with all of it in one block, memory was
         // idle during the others (8 rows on cold weights ran at 13 GB/s instead of 21).
-        penjing::Ahead ahead{weight + int8_near(columns * groups * 4), lines};
+        penjing::Ahead ahead{weight + int8_near(columns * groups * 4), lines, 64 * groups};
         if (blocks > 1) {
             const int parts = blocks < lines ? blocks : lines;
             ahead.at = weight + (columns * groups * 4) + lines * groups * block / parts * 64;
             ahead.lines = block < parts ? (lines + parts - 1) / parts : 0;
+        }
+        if (rows.zero) {
+            above_block(linear, first, columns, rows, begin, end, weight, ahead);
+            continue;
         }
         int8_block(end - begin, columns, rows.x + begin * rows.ldx, rows.ldx, weight, ahead, groups, false, acc);
         finish_int8(linear, first, columns, rows, begin, end, acc);

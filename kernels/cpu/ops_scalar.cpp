@@ -12,6 +12,7 @@ namespace {
 constexpr int int8_rows(int) { return 1; }
 constexpr int int4_rows(int) { return 1; }
 constexpr int64_t int8_near(int64_t) { return 0; }
+constexpr int64_t int8_step(const penjing::Ahead&) { return 0; }
 
 inline void int8_block(int, int columns, const uint8_t* x, int64_t, const int8_t* w, penjing::Ahead,
                        int64_t groups, bool more, int32_t* acc) {

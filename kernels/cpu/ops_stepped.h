@@ -29,7 +29,7 @@ inline void stepped_sums(const PjLinear& linear, const char* weight, int columns
             const int begin = static_cast<int>(static_cast<int64_t>(count) * block / blocks);
             const int end = static_cast<int>(static_cast<int64_t>(count) * (block + 1) / blocks);
             const bool has = fetches && block * each * fours < lines;
-            const penjing::Ahead ahead{has ? next + block * each * fours * 64 : next, has ? static_cast<int>(each) : 0};
+            const penjing::Ahead ahead{has ? next + block * each * fours * 64 : next, has ? static_cast<int>(each) : 0, 64 * fours};
             const uint8_t* own = x + begin * rows.ldx;
             int32_t* sums = acc + begin * penjing::PANEL;
             if (block) int8_block(end - begin, columns, own, rows.ldx, code, ahead, fours, g != 0, sums);

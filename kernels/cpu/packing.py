@@ -56,13 +56,11 @@ def pack_int8(
         check("scale_N", scale_N, torch.float32, (weight_NK.shape[0],))
         _check_bias(bias_N, weight_NK.shape[0])
     out_features = _out_features([part[0].shape[0] for part in parts], swiglu)
-    memory = _memory(library, library.pj_packed_bytes(out_features, in_features, swiglu), memory)
+    sizes = out_features, in_features, swiglu, zero_points
+    memory = _memory(library, library.pj_packed_bytes(*sizes), memory)
     linear = Linear()
     c_parts = _parts([(weight_NK, scale_N, None, bias_N) for weight_NK, scale_N, bias_N in parts])
-    library.pj_pack_int8(
-        c_parts, len(parts), out_features, in_features, swiglu, memory.data_ptr(), ctypes.byref(linear)
-    )
-    linear.zero_points = int(zero_points)
+    library.pj_pack_int8(c_parts, len(parts), *sizes, memory.data_ptr(), ctypes.byref(linear))
     return Panels(linear, memory, in_features, out_features)
 
 
@@ -72,7 +70,6 @@ def pack_stepped(
     group: int,
     swiglu: bool,
     memory: Tensor | None,
-    zero_points: bool = False,
 ) -> Panels:
     """Lay out INT8 weights in steps of one input as one layer; see `CpuExtension.prepack_stepped`.
 
@@ -98,7 +95,6 @@ def pack_stepped(
     linear = Linear()
     sizes = out_features, in_features, swiglu, group
     library.pj_pack_stepped(_parts(parts), len(parts), *sizes, memory.data_ptr(), ctypes.byref(linear))
-    linear.zero_points = int(zero_points)
     return Panels(linear, memory, in_features, out_features)
 
 

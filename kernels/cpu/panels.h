@@ -21,7 +21,7 @@ inline uint32_t spread_halves(uint32_t x) {
     return (x | (x << 4)) & 0x0f0f0f0fu;
 }
 
-// What stands behind the panels of an INT8 layer, a number a column: 128 times the sum of its weights, scale and bias.
+// What stands behind the panels of an INT8 layer: the sums of a column's weights (PjLinear::comp), its scale and bias.
 struct Int8Columns {
     int32_t* comp;
     float* scales;
@@ -32,7 +32,7 @@ struct Int8Columns {
 inline Int8Columns place_int8(PjLinear* linear, void* memory, int64_t bytes) {
     const int64_t columns = padded_columns(*linear);
     int32_t* comp = reinterpret_cast<int32_t*>(static_cast<char*>(memory) + bytes);
-    float* scales = reinterpret_cast<float*>(comp + columns);
+    float* scales = reinterpret_cast<float*>(comp + columns * row_scales(*linear));
     const Int8Columns found{comp, scales, scales + columns};
     linear->weight = memory;
     linear->comp = found.comp;

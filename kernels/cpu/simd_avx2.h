@@ -49,7 +49,6 @@ inline VI vi_set(int32_t x) { return _mm256_set1_epi32(x); }
 inline VI vi_add(VI a, VI b) { return _mm256_add_epi32(a, b); }
 inline VI vi_sub(VI a, VI b) { return _mm256_sub_epi32(a, b); }
 inline VI vi_mul(VI a, VI b) { return _mm256_mullo_epi32(a, b); }
-inline VI vi_over128(VI x) { return _mm256_srai_epi32(x, 7); }
 
 inline float v_sum(V x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -37,7 +37,6 @@ inline VI vi_set(int32_t x) { return _mm512_set1_epi32(x); }
 inline VI vi_add(VI a, VI b) { return _mm512_add_epi32(a, b); }
 inline VI vi_sub(VI a, VI b) { return _mm512_sub_epi32(a, b); }
 inline VI vi_mul(VI a, VI b) { return _mm512_mullo_epi32(a, b); }
-inline VI vi_over128(VI x) { return _mm512_srai_epi32(x, 7); }
 
 inline float v_sum(V x) {
     const __m256 low = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

@@ -62,7 +62,6 @@ inline int32_t wrapping_mul(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
 }
 inline VI vi_mul(VI a, VI b) { PJ_LANES(VI, wrapping_mul(a.lane[i], b.lane[i])); }
-inline VI vi_over128(VI x) { PJ_LANES(VI, x.lane[i] >> 7); }
 inline V v_keep(V x, int first, int last) { PJ_LANES(V, first <= i && i < last ? x.lane[i] : -INFINITY); }
 
 inline float v_sum(V x) {

@@ -9,6 +9,7 @@ inline void int8_block(int rows, int columns, const uint8_t* x, int64_t ldx, con
                 bool more, int32_t* acc);
 
 constexpr int64_t int8_near(int64_t panel_bytes) { return panel_bytes; }
+constexpr int64_t int8_step(const penjing::Ahead&) { return 64; }
 
 // Weights that are stored in steps (pack_stepped.cpp): 15 × 17 still fits a byte, so that one multiplication of 16 bits
 // makes two products.

@@ -160,7 +160,7 @@ def test_linear_refuses(x: torch.Tensor) -> None:
         int8_linear(x, random_layer(5, 12, bias=False))
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [*SHAPES, (130, 96, 33)])
+@pytest.mark.parametrize(("m", "k", "n"), [*SHAPES, (130, 96, 33), (9, 256, 20), (7, 257, 48), (40, 1000, 100)])
 def test_zero_points_equal_float64(m: int, k: int, n: int) -> None:
     plain = random_layer(n, k, bias=True)
     packed = prepack_int8(plain.weight_NK, plain.scale_N, plain.bias_N, zero_points=True)
@@ -168,9 +168,13 @@ def test_zero_points_equal_float64(m: int, k: int, n: int) -> None:
     x[::3] *= -1
     x[::5] = 0
     q, scale, zero = quantize_above(x)
-    sums = exact(q.to(torch.int32) - zero[:, None], packed.weight_NK).astype(np.float64)
     assert packed.bias_N is not None
-    expected = sums * scale[:, None].double().numpy() * packed.scale_N.double().numpy() + packed.bias_N.double().numpy()
+    expected = np.zeros((m, n))
+    for block, begin in enumerate(range(0, k, 256)):
+        inputs = slice(begin, begin + 256)
+        sums = exact(q[:, inputs].to(torch.int32) - zero[:, block, None], packed.weight_NK[:, inputs])
+        expected += sums.astype(np.float64) * scale[:, block, None].double().numpy()
+    expected = expected * packed.scale_N.double().numpy() + packed.bias_N.double().numpy()
     y = int8_linear(x, packed)
     np.testing.assert_allclose(y.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     with force_torch():

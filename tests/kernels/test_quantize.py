@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.dispatch import force_torch
-from penjing.kernels.quantize import quantize_above, quantize_per_token
+from penjing.kernels.quantize import dequantize_above, quantize_above, quantize_per_token
 from penjing.kernels.rounding import round_clamp
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -86,24 +86,28 @@ def test_above_a_zero_point_equals_numpy(rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows + columns)
     x = torch.randn(rows, columns, generator=generator).exp() - 0.5
     q, scale, zero = quantize_above(x)
-    low, high = np.minimum(x.numpy().min(axis=1), 0), np.maximum(x.numpy().max(axis=1), 0)
-    expected_scale = (high - low) / np.float32(255)
-    expected_zero = np.rint(-low / expected_scale) - 128
-    expected = np.clip(np.rint(x.numpy() / expected_scale[:, None]) + expected_zero[:, None], -128, 127)
-    np.testing.assert_array_equal(scale.numpy(), expected_scale)
-    np.testing.assert_array_equal(zero.numpy(), expected_zero)
-    np.testing.assert_array_equal(q.numpy(), expected)
+    assert scale.shape == zero.shape == (rows, -(-columns // 256))
+    for block, begin in enumerate(range(0, columns, 256)):
+        part = x[:, begin : begin + 256].numpy()
+        low, high = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
+        expected_scale = (high - low) / np.float32(255)
+        expected_zero = np.rint(-low / expected_scale) - 128
+        expected = np.clip(np.rint(part / expected_scale[:, None]) + expected_zero[:, None], -128, 127)
+        np.testing.assert_array_equal(scale[:, block].numpy(), expected_scale)
+        np.testing.assert_array_equal(zero[:, block].numpy(), expected_zero)
+        np.testing.assert_array_equal(q[:, begin : begin + 256].numpy(), expected)
 
 
+@pytest.mark.parametrize("columns", [9, 256, 600])
 @pytest.mark.parametrize("value", [0.0, -3.0, 1e-40, 1.0e38])
-def test_rows_of_one_value_above_a_zero_point_stay_near_it(value: float) -> None:
-    q, scale, zero = quantize_above(torch.full((2, 9), value))
-    assert ((q - zero[:, None]) * scale[:, None] - value).abs().max() <= scale.max() / 2
+def test_rows_of_one_value_above_a_zero_point_stay_near_it(value: float, columns: int) -> None:
+    q, scale, zero = quantize_above(torch.full((2, columns), value))
+    assert (dequantize_above(q, scale, zero) - value).abs().max() <= scale.max() / 2
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_damage_above_a_zero_point_is_visible_in_its_row(value: float) -> None:
-    x = torch.ones(3, 8)
+    x = torch.ones(3, 300)
     x[1, 3] = value
     _, scale, _ = quantize_above(x)
-    assert scale.isfinite().tolist() == [True, False, True]
+    assert scale.isfinite().tolist() == [[True, True], [False, True], [True, True]]

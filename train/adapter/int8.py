@@ -94,7 +94,7 @@ class Int8Base:
     Attributes:
         folder: an artifact, or a checkpoint in floating point.
         is_artifact: which of them.
-        layers: name of a linear layer → whether its input has a zero point a token.
+        layers: name of a linear layer → whether its input has zero points.
         embedding: the type in which the embedding stays.
     """
 

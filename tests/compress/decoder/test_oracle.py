@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +18,7 @@ from penjing.compress.decoder.stream import LayerStream
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.models.decoder import Decoder
+from penjing.kernels.quantize import quantize_above
 from tests.core.artifact.int8_artifact import above_zero_points, quantization_config, write_int8_artifact
 
 
@@ -92,6 +96,21 @@ def test_the_int8_runtime_equals_the_fake_quantized_model(tiny_int8: Path) -> No
     # Almost all rows to float32 rounding; where one activation sits on a rounding edge a token may differ by a step.
     assert gaps.median() < 1e-5
     assert gaps.mean() < 0.02 * runtime.std()
+
+
+def test_blocks_above_zero_points_are_groups_of_compressed_tensors() -> None:
+    x = torch.randn(7, 768, generator=torch.Generator().manual_seed(1)).exp() - 1
+    x[:, 300] *= 40
+    form = {"num_bits": 8, "symmetric": False, "dynamic": True, "strategy": "group", "group_size": 256}
+    args = QuantizationArgs.model_validate(form)
+    scale, zero = compute_dynamic_scales_and_zp(x, args, nn.Module())
+    q, own_scale, own_zero = quantize_above(x)
+    torch.testing.assert_close(own_scale, scale.view(7, 3), rtol=1e-6, atol=0)
+    # Rounding edges aside: both divide in float32, by a scale that may be a last bit apart.
+    assert (own_zero - zero.view(7, 3)).abs().max() <= 1
+    wanted = quantize(x, scale, zero, args)
+    assert ((q - wanted).abs() <= 1).all()
+    assert (q == wanted).float().mean() > 0.999
 
 
 def test_zero_points_are_those_of_compressed_tensors(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def passed(x_MK: Tensor, zero_points: bool) -> Tensor:
     """The input as it is rounded, with the gradient of one that is not."""
     with torch.no_grad():
         if zero_points:
-            q_MK, scale_M, zero_M = quantize_above(x_MK)
-            rounded = (q_MK - zero_M[:, None]) * scale_M[:, None]
+            q_MK, scale_M1, zero_M1 = quantize_above(x_MK)  # of fewer inputs than a block has
+            rounded = (q_MK - zero_M1) * scale_M1
         else:
             q_MK, scale_M = quantize_per_token_torch(x_MK)
             rounded = q_MK * scale_M[:, None]
