@@ -64,14 +64,15 @@ def quantize_above(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """
     rows, inputs = x_MK.shape
     size = min(inputs, ABOVE_INPUTS)
+    blocks = -(-inputs // size)
     # 0 is in every range, so that zeros behind the last input change nothing.
-    x_MBK = F.pad(x_MK.to(torch.float32), (0, -inputs % size)).view(rows, -1, size)
+    x_MBK = F.pad(x_MK.to(torch.float32), (0, -inputs % size)).view(rows, blocks, size)
     below_MB1 = (-x_MBK.amin(dim=2, keepdim=True)).clamp_(min=0)
     scale_MB1 = divided(x_MBK.amax(dim=2, keepdim=True).clamp_(min=0) + below_MB1, LEVELS)
     scale_MB1.masked_fill_(scale_MB1 == 0, 1.0)
     zero_MB1 = (below_MB1 / scale_MB1).round_().nan_to_num_(nan=128.0) - 128
     q_MBK = (x_MBK / scale_MB1).round_().add_(zero_MB1).clamp_(-128, 127).nan_to_num_(nan=0.0).to(torch.int8)
-    q_MK = q_MBK.view(rows, -1)[:, :inputs].contiguous()
+    q_MK = q_MBK.view(rows, blocks * size)[:, :inputs].contiguous()
     return q_MK, scale_MB1[..., 0], zero_MB1[..., 0].to(torch.int32)
 
 

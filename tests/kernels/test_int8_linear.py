@@ -118,6 +118,9 @@ def test_the_default_path_agrees_with_torch() -> None:
 
 def test_no_rows() -> None:
     assert int8_linear(torch.empty(0, 12), random_layer(5, 12, bias=True)).shape == (0, 5)
+    layer = random_layer(5, 600, bias=True)
+    above = prepack_int8(layer.weight_NK, layer.scale_N, layer.bias_N, zero_points=True)
+    assert int8_linear(torch.empty(0, 600), above).shape == (0, 5)
 
 
 def test_a_damaged_row_harms_no_other() -> None:

@@ -105,6 +105,13 @@ def test_rows_of_one_value_above_a_zero_point_stay_near_it(value: float, columns
     assert (dequantize_above(q, scale, zero) - value).abs().max() <= scale.max() / 2
 
 
+@pytest.mark.parametrize("columns", [9, 256, 600])
+def test_no_rows_have_no_blocks_above_a_zero_point(columns: int) -> None:
+    q, scale, zero = quantize_above(torch.empty(0, columns))
+    assert q.shape == dequantize_above(q, scale, zero).shape == (0, columns)
+    assert scale.shape == zero.shape == (0, -(-columns // 256))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_damage_above_a_zero_point_is_visible_in_its_row(value: float) -> None:
     x = torch.ones(3, 300)
