@@ -57,6 +57,11 @@ def test_a_layer_equals_that_of_its_bytes(outputs: int, inputs: int, group: int)
             assert torch.equal(found, int8_linear(x, stepped)), rows
 
 
+def test_zero_points_are_refused() -> None:
+    with pytest.raises(ValueError, match="zero_points are of weights in 8 bits"):
+        prepack_int8(random_steps(8, 64, 32), torch.ones(8), zero_points=True)
+
+
 @needs_extension
 def test_layers_of_one_input_are_packed_as_one() -> None:
     kernels, weights = the_extension(), [random_steps(40, 64, 32, seed=seed) for seed in (0, 1)]

@@ -19,6 +19,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model
+from penjing.core.manifest import write_manifest
 from penjing.core.progress import Silent
 from penjing.core.runtime.embedding import CHANNEL, Int8Embedding
 from tests.compress.conftest import write_recipe
@@ -71,6 +72,20 @@ def test_a_tied_table_is_stored_once(one_table: Path, two_tables: Path, tied: Pa
     wanted = open_checkpoint(tied).get(TABLE).float()
     error = (table(torch.arange(len(wanted))) - wanted).norm() / wanted.norm()
     assert 0 < error < 0.02
+
+
+def test_one_huge_number_of_a_channel_hardly_moves_the_smoothing_of_a_table(tied: Path, tmp_path: Path) -> None:
+    factors = []
+    for size in (1.0, 50.0):
+        folder = shutil.copytree(tied, tmp_path / f"model{size}")
+        tensors = load_file(folder / "model.safetensors")
+        tensors[TABLE][311, 5] = size * tensors[TABLE][:, 5].abs().max()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        write_manifest(folder, "checkpoint", {"command": "tests"})
+        made = run_recipe(write_recipe(folder.parent, folder, tmp_path / f"out{size}"), [*EIGHT, *PLAIN])
+        factors.append(open_checkpoint(made).get(CHANNEL))
+    change = (factors[1] / factors[0])[5]
+    assert 1 < change < 4  # its root of the mean square grows sevenfold, its largest fiftyfold; both enter as a root
 
 
 def test_smoothing_behind_norms_leaves_one_table(tied: Path, tmp_path: Path) -> None:

@@ -60,17 +60,20 @@ def test_a_layer_computes_what_the_runtime_computes_of_its_integers() -> None:
         assert (made(x) - F.linear(x, floats(made), made.bias)).abs().max() > 1e-3  # it does round
 
 
-def test_with_zero_points_it_computes_what_the_runtime_computes() -> None:
+@pytest.mark.parametrize("inputs", [24, 600])
+def test_with_zero_points_it_computes_what_the_runtime_computes(inputs: int) -> None:
     torch.manual_seed(3)
-    made, weight = RoundedLinear(24, 10, bias=False, scheme=INT8_ABOVE), torch.randn(10, 24)
+    made, weight = RoundedLinear(inputs, 10, bias=False, scheme=INT8_ABOVE), torch.randn(10, inputs)
     made.begin(weight, quantize_per_channel(weight))
-    quantized, x = integers(made), torch.randn(5, 24).exp().requires_grad_()
+    quantized, x = integers(made), torch.randn(5, inputs).exp().requires_grad_()
     y = made(x)
     runtime = Int8Linear(quantized.weight_NK, quantized.scale_N1, zero_points=True)
     assert torch.allclose(y, runtime(x.detach()), rtol=1e-5, atol=1e-4)
     y.sum().backward()
     assert x.grad is not None
-    assert torch.allclose(x.grad, (quantized.weight_NK * quantized.scale_N1).sum(0).expand(5, 24), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(
+        x.grad, (quantized.weight_NK * quantized.scale_N1).sum(0).expand(5, inputs), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_layer_begins_with_the_integers_it_is_given() -> None:

@@ -52,12 +52,15 @@ def read(session: DecoderSession, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("target", ["onnxruntime-avx2", "onnxruntime-cpu"])
-@pytest.mark.parametrize("variant", [*VARIANTS, "above"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "above", "blocks above"])
 def test_logits_are_those_of_the_fake_quantized_model(
     variant: str, target: TargetName, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    source, quantization = make_tiny_checkpoint(**VARIANTS.get(variant, {})), None
-    if variant == "above":
+    wide = (
+        {"intermediate_size": 600} if variant == "blocks above" else {}
+    )  # three blocks of inputs, the last a short one
+    source, quantization = make_tiny_checkpoint(**VARIANTS.get(variant, wide)), None
+    if variant.endswith("above"):
         groups = above_zero_points("re:.*down_proj", "re:.*[qkv]_proj")
         quantization = quantization_config(["lm_head"], config_groups=groups)
     head = variant == "llama"

@@ -28,6 +28,7 @@ BLOCK_SIZE = 16
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "untied": {"tie_word_embeddings": False},
+    "wide": {"intermediate_size": 640},  # three blocks of inputs above zero points, the last a short one
     "qwen2": {"model_type": "qwen2", "attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 1},
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 24},
     "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
