@@ -290,7 +290,9 @@ def int8_matmul(q_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     if gpu is not None and gpu.takes(q_MK, weight_NK):
         return gpu.int8_matmul(q_MK, weight_NK)
     if q_MK.device.type == "cpu":
-        return _int_mm(q_MK, weight_NK.t()) if _int_mm_is_exact() else _float32_matmul(q_MK, weight_NK)
+        # With one input, strides say both "rows" and "columns": where VNNI exists, torch 2.13 reads beyond the weight.
+        exact = q_MK.shape[1] > 1 and _int_mm_is_exact()
+        return _int_mm(q_MK, weight_NK.t()) if exact else _float32_matmul(q_MK, weight_NK)
     # cuBLAS: M > 16, and K and N multiples of 8.
     rows, columns = q_MK.shape[0], weight_NK.shape[0]
     pad_rows, pad_k, pad_columns = max(17 - rows, 0), -q_MK.shape[1] % 8, -columns % 8

@@ -12,6 +12,7 @@ from penjing.kernels.quantize import quantize_above, quantize_per_token
 pytestmark = pytest.mark.usefixtures("implementation")
 SHAPES = [
     (1, 1, 1),
+    (7, 1, 48),
     (1, 576, 1536),
     (2, 31, 7),
     (17, 129, 65),
