@@ -52,11 +52,13 @@ bool AttentionPlan::build(const PjSequences& sequences, const AttentionShape& sh
         }
     }
 
-    // Rows × tiles of a piece, at most: a member may have two pieces to do when the others have none left.
+    // Rows × tiles of a piece, at most: a member may have two pieces to do when the others have none left. Twice as many stay
+    // whole, where several units keep the members busy: states of pieces are written down and merged.
     const int64_t fair = work / (8 * threads);
     for (const Span& span : spans) {
         const int64_t rows = span.num_tokens * group, tiles = span.tile_end - span.tile_begin;
-        const int64_t piece = threads == 1 ? tiles : std::max<int64_t>(1, fair / rows);
+        const bool whole = threads == 1 || rows * tiles <= 2 * fair;
+        const int64_t piece = whole ? tiles : std::max<int64_t>(1, fair / rows);
         const int64_t pieces = (tiles + piece - 1) / piece;
         for (int32_t head = 0; head < shape.num_kv_heads; ++head) {
             for (int64_t i = 0; i < pieces; ++i) {

@@ -237,6 +237,16 @@ inline void scores_of(const AttentionTile& tile, int row, int group, const void*
     else scores<MR, GROUPS, float>(tile, row, group, ahead, out);
 }
 
+// Of groups [group, end): GROUPS at once, then all that are left, so that as many sums as possible are under way.
+template <int MR, int GROUPS, typename T>
+inline void scores_until(const AttentionTile& tile, int row, int group, int end, const void* const*& ahead, float* out) {
+    for (; group + GROUPS <= end; group += GROUPS) {
+        scores_of<MR, GROUPS, T>(tile, row, group, ahead, out);
+        if (ahead) ahead += GROUPS * CHOICE_KEYS;
+    }
+    if constexpr (GROUPS > 1) scores_until<MR, GROUPS - 1, T>(tile, row, group, end, ahead, out);
+}
+
 template <int MR, typename T>
 inline void attend_rows(const AttentionTile& tile, int row) {
     alignas(64) float weight[MR * TILE_KEYS];
@@ -250,15 +260,8 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     const void* const* ahead = row == 0 ? tile.keys->ahead : nullptr;
     for (int range = 0; range < seen.ranges; ++range) {
         const int end = (seen.end[range] + CHOICE_KEYS - 1) / CHOICE_KEYS;
-        int group = seen.begin[range] / CHOICE_KEYS;
-        for (; group + GROUPS <= end; group += GROUPS) {
-            scores_of<MR, GROUPS, T>(tile, row, group, ahead, weight);
-            if (ahead) ahead += GROUPS * CHOICE_KEYS;
-        }
-        for (; group < end; ++group) {
-            scores_of<MR, 1, T>(tile, row, group, ahead, weight);
-            if (ahead) ahead += CHOICE_KEYS;
-        }
+        const int group = seen.begin[range] / CHOICE_KEYS;
+        scores_until<MR, GROUPS, T>(tile, row, group, end, ahead, weight);
     }
 
     for (int m = 0; m < MR; ++m) {

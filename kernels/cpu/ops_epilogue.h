@@ -36,21 +36,28 @@ inline void put(float* out, V value, int64_t valid, bool add) {
 }
 
 // One row of a panel's outputs, whose first is `first`; `value(column)` gives W of them from column `column` of the panel
-// on. With SwiGLU 16 columns of gate stand before 16 of up.
+// on. With SwiGLU 16 columns of gate stand before 16 of up. Whole panels, nearly all, ask for no end.
 template <class Value>
 inline void finish_row(const PjLinear& linear, int64_t first, int columns, float* out, bool add, Value value) {
+    const int64_t n = linear.n;
     if (linear.swiglu) {
+        const bool gelu = linear.swiglu == 2;
         for (int column = 0; column < columns; column += 32) {
             for (int lane = 0; lane < 16; lane += W) {
                 const int64_t to = (first + column) / 2 + lane;
                 const V gate = value(column + lane), up = value(column + lane + 16);
-                put(out + to, linear.swiglu == 2 ? v_gelu_mul(gate, up) : v_silu_mul(gate, up), linear.n - to, add);
+                put(out + to, gelu ? v_gelu_mul(gate, up) : v_silu_mul(gate, up), n - to, add);
             }
         }
+        return;
+    }
+    out += first;
+    if (n - first < columns) {
+        for (int column = 0; column < columns; column += W) put(out + column, value(column), n - first - column, add);
+    } else if (add) {
+        for (int column = 0; column < columns; column += W) v_store(out + column, v_add(v_load(out + column), value(column)));
     } else {
-        for (int column = 0; column < columns; column += W) {
-            put(out + first + column, value(column), linear.n - first - column, add);
-        }
+        for (int column = 0; column < columns; column += W) v_store(out + column, value(column));
     }
 }
 

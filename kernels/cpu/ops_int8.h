@@ -86,7 +86,10 @@ inline void above_block(const PjLinear& linear, int64_t first, int columns, cons
     }
 }
 
-inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
+inline void int8_panel(const PjLinear& layer, int64_t panel, const penjing::Int8Rows& all) {
+    // Copies: outputs that are written could be their originals, which would be read again behind each.
+    const PjLinear linear = layer;
+    const penjing::Int8Rows rows = all;
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first;
     const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
