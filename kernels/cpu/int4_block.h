@@ -43,11 +43,15 @@ inline Group v_load_group(const Int4Block& b, const char* scales, int64_t column
 
 // W columns of a row's sum over one group, ready to be added: sum × scale, and with offsets (sum × scale + sum of the
 // activations × offset) × the group's scale of activations.
-inline V group_term(const Int4Block& b, const Group& group, VI sum, int64_t at) {
+template <bool OFFSETS>
+inline V group_term(const Group& group, VI sum, float group_sum, float group_scale) {
     const V product = v_mul(v_from_int(sum), group.scale);
-    if (!b.group_scale) return product;
-    const V moved = v_mul(v_set(b.group_sum[at]), group.offset);
-    return v_mul(v_add(product, moved), v_set(b.group_scale[at]));
+    if (!OFFSETS) return product;
+    return v_mul(v_add(product, v_mul(v_set(group_sum), group.offset)), v_set(group_scale));
+}
+inline V group_term(const Int4Block& b, const Group& group, VI sum, int64_t at) {
+    if (!b.group_scale) return group_term<false>(group, sum, 0.0f, 0.0f);
+    return group_term<true>(group, sum, b.group_sum[at], b.group_scale[at]);
 }
 
 }  // namespace

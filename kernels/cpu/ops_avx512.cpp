@@ -190,17 +190,19 @@ inline void stepped_block(const char* w, int64_t groups, int64_t pairs, int rows
                           more, code, acc);
 }
 
-// Exact sums of one group of an INT4 layer; weights are unsigned halves of bytes, activations signed. A function of its
-// own: inlined into the loop over groups, GCC 12 keeps copies of the sums on the stack.
-template <int MR, int NR, int LINES>
-__attribute__((noinline)) void int4_sums(const int8_t* x, int64_t ldx, const int32_t* start, int64_t lds, const char* w,
-                                         const char* ahead, int64_t pairs, int64_t step, int32_t* acc) {
+// One group of an INT4 layer: exact sums of unsigned halves of bytes times activations, then what `group_term` makes of each,
+// added to `total`. `scales`: of the group's columns and, OFFSETS, their offsets behind them. `sum` and `factor`, OFFSETS: of
+// the rows' activations. A function of its own: inlined into the loop over groups, GCC 12 keeps copies of the sums on the stack.
+template <int MR, int NR, int LINES, bool OFFSETS>
+__attribute__((noinline)) void int4_group(const int8_t* x, int64_t ldx, const int32_t* start, const float* group_sum,
+                                          const float* group_scale, int64_t lds, const float* scales, const char* w,
+                                          const char* ahead, int64_t pairs, int64_t step, float* total) {
     const VI low_half = _mm512_set1_epi8(15);
     VI sum[MR][NR];
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) sum[m][n] = _mm512_set1_epi32(start[m * lds]);
+        for (int n = 0; n < NR; ++n) sum[m][n] = OFFSETS ? _mm512_setzero_si512() : _mm512_set1_epi32(start[m * lds]);
     for (int64_t pair = 0; pair < pairs; ++pair) {
 #pragma GCC unroll 4
         for (int n = 0; n < LINES; ++n) _mm_prefetch(ahead + 64 * n, _MM_HINT_T1);
@@ -226,37 +228,46 @@ __attribute__((noinline)) void int4_sums(const int8_t* x, int64_t ldx, const int
         w += step;
         x += 8;
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-        for (int n = 0; n < NR; ++n) _mm512_storeu_si512(acc + m * penjing::PANEL + 16 * n, sum[m][n]);
+    for (int n = 0; n < NR; ++n) {
+        const Group group{v_load(scales + 16 * n), OFFSETS ? v_load(scales + penjing::PANEL + 16 * n) : v_zero()};
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+            float* to = total + m * penjing::PANEL + 16 * n;
+            const float own = OFFSETS ? group_sum[m * lds] : 0.0f, by = OFFSETS ? group_scale[m * lds] : 0.0f;
+            v_store(to, v_add(v_load(to), group_term<OFFSETS>(group, sum[m][n], own, by)));
+        }
+    }
 }
 
-template <int MR, int NR, int LINES>
+template <int MR, int NR, int LINES, bool OFFSETS>
 inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
     const int64_t step = 4 * b.columns, pairs = b.group / 8, scale_bytes = bytes_of_group(b);
-    static constexpr int32_t zero = 0;  // sums of a layer with offsets start from nothing
     const char* w = b.weight;
     const char* ahead = reinterpret_cast<const char*>(b.ahead.at);
-    alignas(64) int32_t acc[8 * penjing::PANEL];
+    alignas(64) float scales[2 * penjing::PANEL];
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) v_store(total + m * penjing::PANEL + 16 * n, v_zero());
     for (int64_t g = 0; g < b.groups; ++g) {
         ahead += b.skip;
-        const int32_t* from = b.group_scale ? &zero : start + g;
-        int4_sums<MR, NR, LINES>(x, b.ldx, from, b.group_scale ? 0 : b.lds, w + scale_bytes, ahead, pairs, step, acc);
         for (int n = 0; n < NR; ++n) {
             const Group group = v_load_group(b, w, 16 * n);
-            for (int m = 0; m < MR; ++m) {
-                const int at = m * penjing::PANEL + 16 * n;
-                const V term = group_term(b, group, vi_load(acc + at), m * b.lds + g);
-                v_store(total + at, v_add(v_load(total + at), term));
-            }
+            v_store(scales + 16 * n, group.scale);
+            if (OFFSETS) v_store(scales + penjing::PANEL + 16 * n, group.offset);
         }
+        int4_group<MR, NR, LINES, OFFSETS>(x, b.ldx, OFFSETS ? nullptr : start + g, OFFSETS ? b.group_sum + g : nullptr,
+                                           OFFSETS ? b.group_scale + g : nullptr, b.lds, scales, w + scale_bytes, ahead, pairs,
+                                           step, total);
         x += b.group;
         w += scale_bytes + step * pairs;
         ahead += 64 * LINES * pairs;
     }
+}
+
+template <int MR, int NR, int LINES>
+inline void int4_tile(const Int4Block& b, const int8_t* x, const int32_t* start, float* total) {
+    if (b.group_scale) int4_tile<MR, NR, LINES, true>(b, x, start, total);
+    else int4_tile<MR, NR, LINES, false>(b, x, start, total);
 }
 
 template <int MR, int NR>
