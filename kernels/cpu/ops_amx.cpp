@@ -53,7 +53,9 @@ void finish_block(const PjLinear& linear, int64_t first, int columns, const Int8
                [&](int column) { return finish_above(linear, total + column, first + column); });
 }
 
-void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, const RowTiles& tiles) {
+void int8_panel(const PjLinear& layer, int64_t panel, const Int8Rows& all, const RowTiles& tiles) {
+    const PjLinear linear = layer;  // copies, as in ops_int8.h
+    const Int8Rows rows = all;
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first, count = penjing::row_scales(linear);
     const int64_t most = count > 1 ? penjing::ABOVE_INPUTS / 4 : groups;
