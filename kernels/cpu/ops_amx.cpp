@@ -37,7 +37,8 @@ namespace {
 constexpr int64_t NEAR = 8192;
 
 // One row's sums over a block of inputs: of a layer with zero points added to `total`, and its outputs behind the last.
-void finish_block(const PjLinear& linear, int64_t first, int columns, const Int8Rows& rows, int row, int64_t block,
+// Copies, as for `finish_int8`.
+void finish_block(PjLinear linear, int64_t first, int columns, Int8Rows rows, int row, int64_t block,
                   const int32_t* acc, float* total) {
     float* out = rows.out + row * rows.ldo;
     if (!rows.zero) {
@@ -53,9 +54,7 @@ void finish_block(const PjLinear& linear, int64_t first, int columns, const Int8
                [&](int column) { return finish_above(linear, total + column, first + column); });
 }
 
-void int8_panel(const PjLinear& layer, int64_t panel, const Int8Rows& all, const RowTiles& tiles) {
-    const PjLinear linear = layer;  // copies, as in ops_int8.h
-    const Int8Rows rows = all;
+void int8_panel(const PjLinear& linear, int64_t panel, const Int8Rows& rows, const RowTiles& tiles) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first, count = penjing::row_scales(linear);
     const int64_t most = count > 1 ? penjing::ABOVE_INPUTS / 4 : groups;

@@ -191,8 +191,8 @@ inline void stepped_block(const char* w, int64_t groups, int64_t pairs, int rows
 }
 
 // One group of an INT4 layer: exact sums of unsigned halves of bytes times activations, then what `group_term` makes of each,
-// added to `total`. `scales`: of the group's columns and, OFFSETS, their offsets behind them. `sum` and `factor`, OFFSETS: of
-// the rows' activations. A function of its own: inlined into the loop over groups, GCC 12 keeps copies of the sums on the stack.
+// added to `total`. `scales`: of the group's columns and, OFFSETS, their offsets behind them. `group_sum` and `group_scale`,
+// OFFSETS: of the rows' activations. A function of its own: inlined into the loop over groups, GCC 12 keeps copies of the sums on the stack.
 template <int MR, int NR, int LINES, bool OFFSETS>
 __attribute__((noinline)) void int4_group(const int8_t* x, int64_t ldx, const int32_t* start, const float* group_sum,
                                           const float* group_scale, int64_t lds, const float* scales, const char* w,

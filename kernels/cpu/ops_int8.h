@@ -49,8 +49,9 @@ inline void quantize_row_above(const float* x, int64_t k, uint8_t* q, float* sca
     }
 }
 
-// Rows [begin, end) of a panel's outputs, whose sums stand from `acc` on.
-inline void finish_int8(const PjLinear& linear, int64_t first, int columns, const penjing::Int8Rows& rows, int begin, int end,
+// Rows [begin, end) of a panel's outputs, whose sums stand from `acc` on. Layer and rows are copies: outputs that are written
+// could be their originals, which would be read again behind each.
+inline void finish_int8(PjLinear linear, int64_t first, int columns, penjing::Int8Rows rows, int begin, int end,
                         const int32_t* acc) {
     for (int row = begin; row < end; ++row, acc += penjing::PANEL) {
         const V row_scale = v_set(rows.row_scale[row]);
@@ -61,7 +62,7 @@ inline void finish_int8(const PjLinear& linear, int64_t first, int columns, cons
 }
 
 // The same of a layer with zero points, whose inputs are multiplied block by block.
-inline void above_block(const PjLinear& linear, int64_t first, int columns, const penjing::Int8Rows& rows, int begin, int end,
+inline void above_block(PjLinear linear, int64_t first, int columns, penjing::Int8Rows rows, int begin, int end,
                         const int8_t* weight, penjing::Ahead ahead) {
     const int64_t blocks = penjing::above_blocks(linear.k), groups = penjing::padded_k(linear.k) / 4;
     constexpr int64_t most = penjing::ABOVE_INPUTS / 4;
@@ -86,10 +87,7 @@ inline void above_block(const PjLinear& linear, int64_t first, int columns, cons
     }
 }
 
-inline void int8_panel(const PjLinear& layer, int64_t panel, const penjing::Int8Rows& all) {
-    // Copies: outputs that are written could be their originals, which would be read again behind each.
-    const PjLinear linear = layer;
-    const penjing::Int8Rows rows = all;
+inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {
     const int64_t groups = penjing::padded_k(linear.k) / 4, first = panel * linear.width;
     const int64_t left = penjing::padded_columns(linear) - first;
     const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
