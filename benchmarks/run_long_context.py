@@ -9,8 +9,9 @@
 the summaries too that it chooses by. `pass_key` is the negative log-likelihood a digit, in nats, of a
 number that stands at one of nine depths of the context and is asked for at its end. Perplexity is that of the tokens
 behind the 2048th of each window of held-out text. Both go through the step that serves, prompts in chunks, so that
-every token chooses. `decode` are steps of one sequence in tokens a second, with both kinds in turns. Processor time
-counts what threads wait too, so that it takes one thread.
+every token chooses. `decode` are steps of one sequence in tokens a second, with both kinds in turns, at the last 16
+places of the context, of which one ends a block. Processor time counts what threads wait too, so that it takes one
+thread.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -254,8 +256,9 @@ def step_rows(config: DecoderConfig, step: DecoderStep, arguments: argparse.Name
                 if cache.blocks is not None:
                     cache.blocks.summary.random_(-127, 128)
                     cache.blocks.summary_scale.uniform_(0.005, 0.01)
-                run = lambda c=cache, p=context - 1: c.run(torch.tensor([7]), p, torch.arange(1))  # noqa: E731
-                cases[f"{context}_{kind}_{name}"] = Case(run, 1, 4)
+                places = cycle(range(context - PAGE, context))  # one of them ends a block, which is summed up
+                run = lambda c=cache, p=places: c.run(torch.tensor([7]), next(p), torch.arange(1))  # noqa: E731
+                cases[f"{context}_{kind}_{name}"] = Case(run, 1, PAGE)
     busy = arguments.clock == "processor"
     rate = Rounds(cases, arguments.rounds, time.process_time if busy else time.perf_counter).rate
     clock = "_by_processor" if busy else ""

@@ -124,13 +124,13 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
 }
 
 void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item,
-            const Working& w) {
+            const Partial& state) {
     const AttentionShape& shape = plan.shape();
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     for (int64_t row = 0; row < item.num_tokens * group; ++row) {
         const int64_t head = item.kv_head * group + row % group;
         float* to = call.out + (item.first_row + row / group) * call.ldo + head * shape.head_dim;
-        ops.scale_row(w.out + row * shape.head_dim, 1.0f / w.total[row], shape.head_dim, to);
+        ops.scale_row(state.out + row * shape.head_dim, 1.0f / state.total[row], shape.head_dim, to);
     }
 }
 
@@ -138,10 +138,11 @@ void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
 class States {
 public:
     States(const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item, const Working& w)
-        : unit_(plan.units()[static_cast<size_t>(item.unit)]), whole_{w.peak, w.total, w.out},
-          base_(call.partial + unit_.partial), head_dim_(plan.shape().head_dim),
+        : unit_(plan.units()[static_cast<size_t>(item.unit)]), item_(item), base_(call.partial + unit_.partial),
+          head_dim_(plan.shape().head_dim),
           rows_(item.num_tokens * (plan.shape().num_heads / plan.shape().num_kv_heads)),
-          first_((item.position + item.num_tokens - 1) / TILE_KEYS + 1 - unit_.tiles) {
+          first_((item.position + item.num_tokens - 1) / TILE_KEYS + 1 - unit_.tiles),
+          whole_(unit_.pieces == 1 ? Partial{w.peak, w.total, w.out} : partial(first_ + unit_.tiles)) {
         if (unit_.pieces == 1) clear(whole_);
         // Of a tile that nobody sees the peaks alone are read.
         for (int64_t tile = item.tile_begin; unit_.pieces > 1 && tile < item.tile_end; ++tile)
@@ -154,28 +155,31 @@ public:
         clear(state);
         return state;
     }
-    // Merges all pieces into the whole. False where others are still at work: the last one does it.
-    bool join(const Ops& ops, std::atomic<int32_t>& unfinished) const {
+    // Merges this piece and others into the whole as far as all before them are there. True when all of them are.
+    bool join(const Ops& ops, const AttentionCall& call) const {
         if (unit_.pieces == 1) return true;
-        if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
-        unfinished.store(unit_.pieces, std::memory_order_relaxed);
-        clear(whole_);
-        for (int64_t tile = first_; tile < first_ + unit_.tiles; ++tile) {
-            const Partial state = partial(tile);
-            ops.merge_tile(state.peak, state.total, state.out, static_cast<int>(rows_), static_cast<int>(head_dim_),
-                           whole_.peak, whole_.total, whole_.out);
-        }
-        return true;
+        const auto merge = [&](int64_t piece) {
+            if (piece == 0) clear(whole_);
+            const int64_t begin = unit_.tiles * piece / unit_.pieces, end = unit_.tiles * (piece + 1) / unit_.pieces;
+            for (int64_t tile = first_ + begin; tile < first_ + end; ++tile) {
+                const Partial state = partial(tile);
+                ops.merge_tile(state.peak, state.total, state.out, static_cast<int>(rows_), static_cast<int>(head_dim_),
+                               whole_.peak, whole_.total, whole_.out);
+            }
+        };
+        return call.progress->note_piece(item_.piece, item_.unit, unit_.first, unit_.pieces, call.turn, merge);
     }
+    const Partial& whole() const { return whole_; }
 
 private:
     Partial partial(int64_t tile) const { return partial_of(base_, tile - first_, rows_, head_dim_); }
     void clear(const Partial& state) const { clear_state(state.peak, state.total, state.out, rows_, head_dim_); }
 
     const AttentionPlan::Unit& unit_;
-    Partial whole_;
+    const AttentionPlan::Item& item_;
     float* base_;
     int64_t head_dim_, rows_, first_;  // the unit's first tile
+    Partial whole_;
 };
 
 // Tiles in order, with this one's values and the next one's keys fetched meanwhile.
@@ -270,7 +274,7 @@ void run_attention_items(const Ops& ops, const AttentionPlan& plan, const Attent
         } else {
             run_tiles(ops, plan, call, seen, following, states, w);
         }
-        if (states.join(ops, call.unfinished[seen.item->unit])) finish(ops, plan, call, *seen.item, w);
+        if (states.join(ops, call)) finish(ops, plan, call, *seen.item, states.whole());
     }
 }
 

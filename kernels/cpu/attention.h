@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_progress.h"
 #include "ops.h"
 #include "pool.h"
 
@@ -34,12 +35,14 @@ public:
         int32_t position;    // of the first
         int32_t tile_begin;
         int32_t tile_end;
-        int32_t unit;        // pieces of one unit are merged by whoever finishes last
+        int32_t unit;
+        int32_t piece;       // of all units: those of one follow each other
     };
     struct Unit {
         int32_t pieces;
         int32_t tiles;
-        int64_t partial;  // offset of its partial states, in floats
+        int32_t first;    // of its pieces
+        int64_t partial;  // offset of its partial states and of what they are merged into, in floats
     };
 
     const std::vector<Item>& items() const { return items_; }
@@ -68,7 +71,8 @@ struct AttentionCall {
     float scale;
     int64_t window;                         // 0: all keys
     float* partial;                         // plan.partial_floats()
-    std::atomic<int32_t>* unfinished;       // (units) pieces left; equal to `pieces` before and after
+    AttentionProgress* progress;
+    int32_t turn;                           // of `progress`
     const uint8_t* masks;                   // (rows, num_kv_heads, mask_stride), see SelectionPlan; null: all keys
     int64_t mask_stride;
     float cap;  // scores become cap × tanh(score / cap); 0: they stay

@@ -17,7 +17,7 @@ struct Call {
     float* scratch;
     size_t scratch_floats;
     uint8_t* masks;
-    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> next_choice{0}, next{0};
 };
 
 void attention_member(const Team& team, void* context) {
@@ -28,8 +28,7 @@ void attention_member(const Team& team, void* context) {
         team.sync();
     }
     if (c.masks) {
-        choose_blocks(c.ops, c.selection, c.call.pages, c.call.q, c.call.ldq, c.call.scale, nullptr, team, scratch, c.masks);
-        team.sync();
+        choose_blocks(c.ops, c.selection, c.call, nullptr, c.next_choice, scratch, c.masks);
     }
     run_attention_items(c.ops, c.plan, c.call, nullptr, c.next, scratch);
 }
@@ -56,11 +55,11 @@ int run_attention(const float* q, float* out, const PjPages& pages, const PjSequ
     if (memory == nullptr) return -1;
     uint8_t* bytes = choice.mask_bytes() ? reinterpret_cast<uint8_t*>(memory + floats) : nullptr;
     if (bytes) memset(bytes, ALL_CHOSEN, choice.mask_bytes());
-    std::vector<std::atomic<int32_t>> unfinished(plan.units().size());
-    for (size_t i = 0; i < unfinished.size(); ++i) unfinished[i].store(plan.units()[i].pieces);
+    AttentionProgress progress;
+    choice.begin(plan, progress);
     const int64_t stride = shape.num_heads * shape.head_dim;
     const AttentionCall call{q, out, stride, stride, pages, scale, window, memory + own * static_cast<size_t>(threads),
-                             unfinished.data(), bytes, choice.tiles(), cap};
+                             &progress, 1, bytes, choice.tiles(), cap};
     Call context{ops(), plan, choice, call, memory, own, bytes};
     run_team(attention_member, &context, threads);
     if (masks && bytes) memcpy(masks, bytes, choice.mask_bytes());

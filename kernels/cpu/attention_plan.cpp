@@ -61,20 +61,23 @@ bool AttentionPlan::build(const PjSequences& sequences, const AttentionShape& sh
         const int64_t piece = whole ? tiles : std::max<int64_t>(1, fair / rows);
         const int64_t pieces = (tiles + piece - 1) / piece;
         for (int32_t head = 0; head < shape.num_kv_heads; ++head) {
+            const int32_t first = static_cast<int32_t>(items_.size());
             for (int64_t i = 0; i < pieces; ++i) {
                 items_.push_back({span.sequence, head, span.first_row, span.num_tokens, span.position,
                                   static_cast<int32_t>(span.tile_begin + tiles * i / pieces),
                                   static_cast<int32_t>(span.tile_begin + tiles * (i + 1) / pieces),
-                                  static_cast<int32_t>(units_.size())});
+                                  static_cast<int32_t>(units_.size()), static_cast<int32_t>(items_.size())});
             }
-            units_.push_back({static_cast<int32_t>(pieces), static_cast<int32_t>(tiles), partial_floats_});
-            if (pieces > 1) partial_floats_ += rows * tiles * (shape.head_dim + 2);
+            units_.push_back({static_cast<int32_t>(pieces), static_cast<int32_t>(tiles), first, partial_floats_});
+            if (pieces > 1) partial_floats_ += rows * (tiles + 1) * (shape.head_dim + 2);
         }
     }
-    // The longest first, so that none is left alone at the end.
-    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-        return int64_t{a.num_tokens} * (a.tile_end - a.tile_begin) > int64_t{b.num_tokens} * (b.tile_end - b.tile_begin);
-    });
+    // The longest first, so that none is left alone at the end; those of one unit in order, in which they are merged.
+    const auto size = [&](const Item& item) {
+        const Unit& unit = units_[static_cast<size_t>(item.unit)];
+        return int64_t{item.num_tokens} * ((unit.tiles + unit.pieces - 1) / unit.pieces);
+    };
+    std::stable_sort(items_.begin(), items_.end(), [&](const Item& a, const Item& b) { return size(a) > size(b); });
     return true;
 }
 

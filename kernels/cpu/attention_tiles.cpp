@@ -5,6 +5,11 @@
 namespace penjing {
 namespace {
 
+// Where rows lie that follow each other; of a group of turned keys its place alone is asked for.
+inline void point_rows(const void* first, int64_t row_bytes, int64_t rows, const void** to) {
+    for (int64_t i = 0; i < rows; ++i) to[i] = static_cast<const char*>(first) + i * row_bytes;
+}
+
 // Keys [key_begin, key_end) of a tile.
 void locate_all(const PjPages& pages, const PageRows& page_rows, const AttentionPlan::Item& item, int64_t start,
                 const Sight& sight, TileRows& rows) {
@@ -13,10 +18,9 @@ void locate_all(const PjPages& pages, const PageRows& page_rows, const Attention
     for (int64_t key = begin; key < sight.key_end;) {
         const int64_t row = page_rows.row(start + key);
         const int64_t count = std::min(page_rows.left_in_page(start + key), sight.key_end - key);
-        for (int64_t i = 0; i < count; ++i) {
-            rows.k[key + i] = page_rows.key(row + i);
-            rows.v[key + i] = page_rows.value(row + i);
-        }
+        // All of them: while values are summed the next tile's keys are fetched row by row.
+        point_rows(page_rows.key(row), page_rows.row_bytes(), count, rows.k + key);
+        point_rows(page_rows.value(row), page_rows.row_bytes(), count, rows.v + key);
         if (pages.k_scale) {
             memcpy(rows.k_scale + key, pages.k_scale + row, static_cast<size_t>(count) * sizeof(float));
             memcpy(rows.v_scale + key, pages.v_scale + row, static_cast<size_t>(count) * sizeof(float));
@@ -49,11 +53,8 @@ void locate_chosen(const PjPages& pages, const PageRows& page_rows, int64_t star
     for (int64_t key = 0; key < sight.key_end; key += CHOICE_KEYS) {
         if (!(sight.chosen >> key / CHOICE_KEYS & 1)) continue;
         const int64_t row = page_rows.row(start + key);
-        const char *k = static_cast<const char*>(page_rows.key(row)), *v = static_cast<const char*>(page_rows.value(row));
-        for (int64_t i = 0; i < CHOICE_KEYS; ++i) {
-            rows.k[key + i] = k + i * page_rows.row_bytes();
-            rows.v[key + i] = v + i * page_rows.row_bytes();
-        }
+        point_rows(page_rows.key(row), page_rows.row_bytes(), pages.turned ? 1 : CHOICE_KEYS, rows.k + key);
+        point_rows(page_rows.value(row), page_rows.row_bytes(), CHOICE_KEYS, rows.v + key);
         if (pages.k_scale) {
             memcpy(rows.k_scale + key, pages.k_scale + row, CHOICE_KEYS * sizeof(float));
             memcpy(rows.v_scale + key, pages.v_scale + row, CHOICE_KEYS * sizeof(float));
@@ -71,6 +72,7 @@ void SeenItem::become(const AttentionPlan& plan, const AttentionCall& call, cons
     std::fill_n(chosen, tiles, uint8_t{0});
     for (int64_t token = 0; token < other->num_tokens; ++token) {
         const int64_t row = (other->first_row + token) * plan.shape().num_kv_heads + other->kv_head;
+        call.progress->await_choice(row, call.turn);
         const uint8_t* mask = call.masks + row * call.mask_stride + other->tile_begin;
         // Rows that read everything have the bits of keys behind their own too.
         const int64_t position = other->position + token, own = position / TILE_KEYS - other->tile_begin;
@@ -160,10 +162,8 @@ void Fetcher::next(int64_t blocks, const void** k, const void** v) {
                 __builtin_prefetch(call_.pages.v_scale + row, 0, 2);
             }
         }
-        for (int64_t i = 0; i < CHOICE_KEYS; ++i) {
-            k[i] = static_cast<const char*>(key_) + i * row_bytes_;
-            v[i] = static_cast<const char*>(value_) + i * row_bytes_;
-        }
+        point_rows(key_, row_bytes_, call_.pages.turned ? 1 : CHOICE_KEYS, k);
+        point_rows(value_, row_bytes_, CHOICE_KEYS, v);
     }
 }
 

@@ -39,24 +39,30 @@ class PageRows {
 public:
     PageRows(const PjPages& pages, const PjSequences& sequences, const AttentionPlan::Item& item)
         : pages_(pages), table_(sequences.block_table + item.sequence * sequences.table_stride), head_(item.kv_head),
-          row_bytes_(bytes_of_row(pages)) {}
+          row_bytes_(bytes_of_row(pages)),
+          shift_(pages.block_size & (pages.block_size - 1) ? -1 : __builtin_ctzll(static_cast<uint64_t>(pages.block_size))) {}
     static int64_t bytes_of_row(const PjPages& pages) {
         return pages.head_dim * element_bytes(pages.dtype);
     }
-    int64_t left_in_page(int64_t position) const { return pages_.block_size - position % pages_.block_size; }
+    int64_t left_in_page(int64_t position) const { return pages_.block_size - position + first_of_page(page(position)); }
     int64_t row(int64_t position) const {
-        const int64_t page = table_[position / pages_.block_size];
-        return (page * pages_.num_kv_heads + head_) * pages_.block_size + position % pages_.block_size;
+        const int64_t at = page(position);
+        return (table_[at] * pages_.num_kv_heads + head_) * pages_.block_size + position - first_of_page(at);
     }
     const void* key(int64_t row) const { return static_cast<const char*>(pages_.k) + row * row_bytes_; }
     const void* value(int64_t row) const { return static_cast<const char*>(pages_.v) + row * row_bytes_; }
     int64_t row_bytes() const { return row_bytes_; }
 
 private:
+    // A division takes as long as a block's scores of one query; sizes of pages are nearly always powers of two.
+    int64_t page(int64_t position) const { return shift_ < 0 ? position / pages_.block_size : position >> shift_; }
+    int64_t first_of_page(int64_t page) const { return page * pages_.block_size; }
+
     const PjPages& pages_;
     const int32_t* table_;
     int64_t head_;
     int64_t row_bytes_;
+    int shift_;  // −1: block_size is none
 };
 
 // An item and, where rows choose, what its rows see: bits of AttentionTile::chosen that any of them has, tile by tile.

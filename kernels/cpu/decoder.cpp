@@ -56,7 +56,7 @@ private:
     std::vector<Buffers> own_;
     std::vector<float*> attention_scratch_;
     std::vector<TopBuffer> top_;
-    std::vector<std::atomic<int32_t>> unfinished_;
+    AttentionProgress progress_;
     std::vector<uint8_t> wanted_;  // items of attention that the last layer needs: those with logit rows
     std::vector<std::atomic<int64_t>> next_;  // one counter a phase
 };
@@ -122,10 +122,8 @@ int Decoder::run(const StepInput& input) {
     carve(memory);
     if (choice_.mask_bytes()) memset(masks_, ALL_CHOSEN, choice_.mask_bytes());
     mark_wanted();
-    if (unfinished_.size() < plan_.units().size())
-        unfinished_ = std::vector<std::atomic<int32_t>>(plan_.units().size() * 2);
-    for (size_t i = 0; i < plan_.units().size(); ++i) unfinished_[i].store(plan_.units()[i].pieces);
-    if (next_.empty()) next_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(2 * model_.num_layers + 2));
+    choice_.begin(plan_, progress_);
+    if (next_.empty()) next_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(3 * model_.num_layers));
     for (std::atomic<int64_t>& counter : next_) counter.store(0);
     run_team(step_member, this, threads_);
     return 0;
@@ -165,7 +163,7 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
     const Team alone{0, 1, nullptr};
     const int64_t chunk = row_chunk(in.rows, layers_.input_size(), team.members);
     for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
-        std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer)];
+        std::atomic<int64_t>& next = next_[static_cast<size_t>(3 * layer)];
         for (int64_t row; (row = next.fetch_add(chunk)) < in.rows;) {
             const int64_t count = std::min(chunk, in.rows - row);
             if (layer == 0) {
@@ -187,19 +185,18 @@ void Decoder::attention(const Team& team, int64_t layer) {
     const bool choosing = layers_.chooses(layer) && choice_.mask_bytes() > 0;
     const Ops& ops = *step_.ops;
     const AttentionCall call{step_.qkv, attended_, layers_.qkv_size(), layers_.q_size(), layers_.pages(layer),
-                             model_.attention_scale, layers_[layer].window, partial_, unfinished_.data(),
-                             choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap};
+                             model_.attention_scale, layers_[layer].window, partial_, &progress_,
+                             static_cast<int32_t>(layer + 1), choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap};
     float* scratch = attention_scratch_[static_cast<size_t>(team.member)];
     if (layers_.chooses(layer) && !choice_.completed().empty()) {
         summarize_blocks(ops, choice_, call.pages, team);
         if (choosing) team.sync();
     }
     if (choosing) {
-        choose_blocks(ops, choice_, call.pages, step_.qkv, layers_.qkv_size(), model_.attention_scale,
-                      last ? wanted_rows_.data() : nullptr, team, scratch, masks_);
-        team.sync();
+        std::atomic<int64_t>& next = next_[static_cast<size_t>(3 * layer + 1)];
+        choose_blocks(ops, choice_, call, last ? wanted_rows_.data() : nullptr, next, scratch, masks_);
     }
-    std::atomic<int64_t>& next = next_[static_cast<size_t>(2 * layer + 1)];
+    std::atomic<int64_t>& next = next_[static_cast<size_t>(3 * layer + 2)];
     run_attention_items(ops, plan_, call, last ? wanted_.data() : nullptr, next, scratch);
     Layers::sync(team, layers_[layer].out);
 }

@@ -213,15 +213,15 @@ inline void merge_values(const V (&sum)[MR][NR], const float* keep, const float*
 // Weights of a running state and of a tile's when they meet. One of them is 1, the other 2^−|difference|.
 template <int MR>
 inline void meet(const float* peak, const float* total, float* running_peak, float* running_total, float* keep,
-                 float* take) {
+                 float* take, int rows = MR) {
     constexpr int LANES = (MR + W - 1) / W * W;
     alignas(64) float distance[LANES] = {};
-    for (int m = 0; m < MR; ++m) {
+    for (int m = 0; m < rows; ++m) {
         const float gap = peak[m] - running_peak[m];
         distance[m] = gap > 0 ? -gap : gap;
     }
     for (int m = 0; m < LANES; m += W) v_store(distance + m, v_exp2(v_load(distance + m)));
-    for (int m = 0; m < MR; ++m) {
+    for (int m = 0; m < rows; ++m) {
         const bool higher = peak[m] > running_peak[m];
         keep[m] = higher ? distance[m] : 1.0f;
         take[m] = higher ? 1.0f : distance[m];
@@ -339,16 +339,27 @@ inline void attend_tile(const AttentionTile& tile) {
 
 inline void merge_tile(const float* peak, const float* total, const float* out, int rows, int head_dim,
                        float* running_peak, float* running_total, float* running_out) {
-    for (int row = 0; row < rows; ++row) {
-        if (peak[row] == -INFINITY) continue;
-        float keep, take;
-        meet<1>(peak + row, total + row, running_peak + row, running_total + row, &keep, &take);
-        const float* from = out + static_cast<int64_t>(row) * head_dim;
-        float* to = running_out + static_cast<int64_t>(row) * head_dim;
-        for (int d = 0; d < head_dim; d += W) {
-            const int n = head_dim - d < W ? head_dim - d : W;
-            const V added = v_mul(v_load_n(from + d, n), v_set(take));
-            v_store_n(to + d, v_fma(v_load_n(to + d, n), v_set(keep), added), n);
+    constexpr int MOST = 4;  // rows whose powers of two are computed at once
+    for (int row = 0; row < rows;) {
+        int count = 0;
+        while (count < MOST && row + count < rows && peak[row + count] != -INFINITY) ++count;
+        if (count == 0) {
+            ++row;
+            continue;
+        }
+        float keep[MOST], take[MOST];
+        meet<MOST>(peak + row, total + row, running_peak + row, running_total + row, keep, take, count);
+        for (int m = 0; m < count; ++m, ++row) {
+            const float* from = out + static_cast<int64_t>(row) * head_dim;
+            float* to = running_out + static_cast<int64_t>(row) * head_dim;
+            int d = 0;
+            for (; d + W <= head_dim; d += W)
+                v_store(to + d, v_fma(v_load(to + d), v_set(keep[m]), v_mul(v_load(from + d), v_set(take[m]))));
+            if (d < head_dim) {
+                const int n = head_dim - d;
+                const V added = v_mul(v_load_n(from + d, n), v_set(take[m]));
+                v_store_n(to + d, v_fma(v_load_n(to + d, n), v_set(keep[m]), added), n);
+            }
         }
     }
 }

@@ -31,14 +31,6 @@ int64_t nanoseconds(Clock::duration time) {
 }
 thread_local int64_t slept = 0;  // ns that this thread has waited on a futex
 
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 void futex_wait(std::atomic<uint32_t>* word, uint32_t seen) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }

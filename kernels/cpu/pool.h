@@ -36,6 +36,15 @@ struct Team {
     }
 };
 
+// A breath between two looks at what another thread will write.
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 using Work = void (*)(const Team& team, void* context);
 
 // Runs `work` once on each of at most `most` members, the caller being member 0; returns when all are done. Callers take

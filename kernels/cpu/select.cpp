@@ -89,7 +89,6 @@ constexpr int64_t AHEAD = 2 * SCORED_BLOCKS;
 struct Working {
     int16_t* q;              // (heads of a group, 2, head_dim in whole words): the query and its absolute values
     float* q_scale;          // (heads of a group)
-    int64_t* entry;          // (blocks) of a sequence, for the first head of keys
     const int8_t** summary;  // (blocks + AHEAD) that are scored
     float* score;            // (heads of a group, most blocks)
     float* value;            // (most blocks)
@@ -102,7 +101,6 @@ Working carve(float* scratch, const SelectionPlan& plan, size_t* floats) {
     Working w{};
     w.q = carver.take<int16_t>(group * 2 * padded);
     w.q_scale = carver.take<float>(group);
-    w.entry = carver.take<int64_t>(blocks + static_cast<size_t>(plan.selection().sink));
     w.summary = carver.take<const int8_t*>(blocks + AHEAD);
     w.score = carver.take<float>(group * blocks);
     w.value = carver.take<float>(blocks);
@@ -121,12 +119,11 @@ void take_queries(const Ops& ops, const float* q, float factor, int64_t group, i
     }
 }
 
-// Scores of blocks [first, first + count) of a row, for each head of its group.
-void score(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, int64_t head, int64_t first, int64_t count,
-           const Working& w) {
+// Scores of `count` blocks whose summaries lie at `entry`, for each head of a group.
+void score(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, int64_t head, const int64_t* entry,
+           int64_t count, const Working& w) {
     const int64_t head_dim = pages.head_dim, group = plan.shape().num_heads / plan.shape().num_kv_heads;
     const int64_t to_head = head * (pages.block_size / plan.selection().block);
-    const int64_t* entry = w.entry + first;
     for (int64_t i = 0; i < count; ++i) w.summary[i] = pages.summary + (entry[i] + to_head) * 2 * head_dim;
     std::fill_n(w.summary + count, AHEAD, w.summary[count - 1]);
     for (int64_t at = 0; at < count; at += SCORED_BLOCKS) {
@@ -147,9 +144,10 @@ void score(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, int6
 void mark_largest(const Ops& ops, const float* __restrict value, int64_t num_values, int64_t count,
                   uint8_t* __restrict marked) {
     const float least = ops.nth_largest(value, num_values, count - 1);
-    int64_t equal = count;  // that are still to be marked
+    int32_t larger = 0;
     for (int64_t i = 0; i < num_values; ++i) marked[i] = value[i] > least;
-    for (int64_t i = 0; i < num_values; ++i) equal -= marked[i];
+    for (int64_t i = 0; i < num_values; ++i) larger += marked[i];
+    int64_t equal = count - larger;  // that are still to be marked
     for (int64_t i = 0; equal > 0 && i < num_values; ++i) {
         if (value[i] == least) marked[i] = 1, --equal;
     }
@@ -158,7 +156,13 @@ void mark_largest(const Ops& ops, const float* __restrict value, int64_t num_val
 // Bits as in AttentionTile::chosen, of blocks that are marked; a block never crosses a tile.
 void write_mask(const uint8_t* marked, int64_t block, int64_t num_tiles, uint8_t* bytes) {
     const int bits = static_cast<int>(block / CHOICE_KEYS), whole = (1 << bits) - 1;
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    static_assert(BLOCKS_OF_TILE == 4, "four bytes are gathered at once");
+    for (int64_t tile = 0; bits == 1 && tile < num_tiles; ++tile) {
+        uint32_t four;
+        memcpy(&four, marked + tile * BLOCKS_OF_TILE, sizeof(four));
+        bytes[tile] = static_cast<uint8_t>(four * 0x01020408u >> 24 & 15);  // byte i, which is 0 or 1, becomes bit i
+    }
+    for (int64_t tile = 0; bits > 1 && tile < num_tiles; ++tile) {
         int byte = 0;
         for (int bit = 0; bit < BLOCKS_OF_TILE; bit += bits) byte |= *marked++ * whole << bit;
         bytes[tile] = static_cast<uint8_t>(byte);
@@ -170,12 +174,12 @@ void write_mask(const uint8_t* marked, int64_t block, int64_t num_tiles, uint8_t
 bool SelectionPlan::build(const PjSequences& sequences, const AttentionShape& shape, const PjSelection& selection,
                           const int64_t* slots, int64_t rows, int64_t block_size) {
     selection_ = selection;
-    sequences_ = sequences;
     shape_ = shape;
     rows_ = rows;
     tiles_ = most_blocks_ = 0;
     choosing_.clear();
     completed_.clear();
+    entries_.clear();
     const int64_t block = selection.block;
     if (block == 0) return true;
     if (block < CHOICE_KEYS || TILE_KEYS % block || block_size % block) return false;
@@ -184,19 +188,32 @@ bool SelectionPlan::build(const PjSequences& sequences, const AttentionShape& sh
         if (slots[row] >= 0 && slots[row] % block == block - 1) completed_.push_back(slots[row]);
     for (int64_t s = 0; s < sequences.num_sequences; ++s) {
         const int64_t begin = sequences.cu_query[s], end = sequences.cu_query[s + 1], context = sequences.context_len[s];
+        const int64_t entries = static_cast<int64_t>(entries_.size());
         tiles_ = std::max(tiles_, (context + TILE_KEYS - 1) / TILE_KEYS);
         for (int64_t row = begin; row < end; ++row) {
             const int64_t position = context - end + row;
             if (position / block < selection.budget) continue;
-            choosing_.push_back({static_cast<int32_t>(row), static_cast<int32_t>(s), static_cast<int32_t>(position)});
+            choosing_.push_back({static_cast<int32_t>(row), static_cast<int32_t>(position), entries});
             most_blocks_ = std::max(most_blocks_, position / block - selection.window + 1 - selection.sink);
         }
+        if (choosing_.empty() || choosing_.back().entries != entries) continue;
+        const int64_t in_page = block_size / block, blocks = choosing_.back().position / block - selection.window + 1;
+        const int32_t* table = sequences.block_table + s * sequences.table_stride;
+        for (int64_t i = 0; i < blocks; ++i)
+            entries_.push_back(table[i / in_page] * shape.num_kv_heads * in_page + i % in_page);
     }
     return true;
 }
 
 size_t SelectionPlan::mask_bytes() const {
     return choosing_.empty() ? 0 : static_cast<size_t>(rows_ * shape_.num_kv_heads * tiles_);
+}
+
+void SelectionPlan::begin(const AttentionPlan& plan, AttentionProgress& progress) const {
+    const int64_t heads = shape_.num_kv_heads;
+    progress.begin(plan.units().size(), plan.items().size(), choosing_.empty() ? 0 : static_cast<size_t>(rows_ * heads));
+    for (const Row& row : choosing_)
+        for (int64_t head = 0; head < heads; ++head) progress.expect_choice(row.row * heads + head);
 }
 
 size_t SelectionPlan::scratch_floats() const {
@@ -218,27 +235,22 @@ void summarize_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& 
     }
 }
 
-void choose_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, const float* q, int64_t ldq,
-                   float scale, const uint8_t* wanted, const Team& team, float* scratch, uint8_t* masks) {
+void choose_blocks(const Ops& ops, const SelectionPlan& plan, const AttentionCall& call, const uint8_t* wanted,
+                   std::atomic<int64_t>& next, float* scratch, uint8_t* masks) {
     const AttentionShape& shape = plan.shape();
+    const PjPages& pages = call.pages;
     const PjSelection& selection = plan.selection();
     const int64_t heads = shape.num_kv_heads, group = shape.num_heads / heads, head_dim = shape.head_dim;
-    const int64_t in_page = pages.block_size / selection.block;
     const Working w = carve(scratch, plan, nullptr);
-    int32_t sequence = -1;
-    int64_t found = 0;  // entries of it
     const int64_t total = static_cast<int64_t>(plan.choosing().size()) * heads;
-    for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i) {
+    for (int64_t i; (i = next.fetch_add(1)) < total;) {
         const SelectionPlan::Row& row = plan.choosing()[static_cast<size_t>(i / heads)];
         if (wanted && !wanted[row.row]) continue;
         const int64_t head = i % heads, own = row.position / selection.block;
         const int64_t first = selection.sink, last = own - selection.window + 1, count = last - first;
-        if (sequence != row.sequence) found = 0;
-        sequence = row.sequence;
-        const int32_t* table = plan.sequences().block_table + row.sequence * plan.sequences().table_stride;
-        for (; found < last; ++found) w.entry[found] = table[found / in_page] * heads * in_page + found % in_page;
-        take_queries(ops, q + row.row * ldq + head * group * head_dim, scale * LOG2_E, group, head_dim, w);
-        score(ops, plan, pages, head, first, count, w);
+        const float* q = call.q + row.row * call.ldq + head * group * head_dim;
+        take_queries(ops, q, call.scale * LOG2_E, group, head_dim, w);
+        score(ops, plan, pages, head, plan.entries(row) + first, count, w);
         ops.join_scores(w.score, static_cast<int>(group), plan.most_blocks(), count, w.value);
         for (int64_t b = 0; b < count; ++b) w.value[b] = w.value[b] >= 0.0f ? w.value[b] : 0.0f;  // NaN has no order
 
@@ -252,6 +264,7 @@ void choose_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pag
         const int64_t tiles = row.position / TILE_KEYS + 1;
         write_mask(w.marked, selection.block, tiles, bytes);
         memset(bytes + tiles, 0, static_cast<size_t>(plan.tiles() - tiles));
+        call.progress->note_choice(row.row * heads + head, call.turn);
     }
 }
 

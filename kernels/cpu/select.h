@@ -22,28 +22,30 @@ public:
 
     struct Row {
         int32_t row;       // of the call
-        int32_t sequence;
         int32_t position;
+        int64_t entries;  // where those of its sequence begin
     };
     // Rows that have to choose; the others read all keys.
     const std::vector<Row>& choosing() const { return choosing_; }
+    // Where the summary of each block of the row's sequence lies, of its first head of keys.
+    const int64_t* entries(const Row& row) const { return entries_.data() + row.entries; }
     // Slots whose key is the last of its block, so that the block is full.
     const std::vector<int64_t>& completed() const { return completed_; }
     const PjSelection& selection() const { return selection_; }
-    const PjSequences& sequences() const { return sequences_; }
     const AttentionShape& shape() const { return shape_; }
     int64_t rows() const { return rows_; }
     int64_t tiles() const { return tiles_; }            // stride of the masks
     int64_t most_blocks() const { return most_blocks_; }  // that a row chooses from
     // (rows, num_kv_heads, tiles): bits as in AttentionTile::chosen.
     size_t mask_bytes() const;
+    // What attention by `plan` waits for.
+    void begin(const AttentionPlan& plan, AttentionProgress& progress) const;
     size_t scratch_floats() const;  // of one member
 
 private:
     std::vector<Row> choosing_;
-    std::vector<int64_t> completed_;
+    std::vector<int64_t> completed_, entries_;
     PjSelection selection_{};
-    PjSequences sequences_{};
     AttentionShape shape_{};
     int64_t rows_ = 0, tiles_ = 0, most_blocks_ = 0;
 };
@@ -51,8 +53,9 @@ private:
 // A member's share of the summaries of blocks that the step has completed; a barrier lies before and behind.
 void summarize_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, const Team& team);
 
-// A member's share of the masks of one layer. `wanted` (rows, or null: all) marks rows whose result is needed.
-void choose_blocks(const Ops& ops, const SelectionPlan& plan, const PjPages& pages, const float* q, int64_t ldq,
-                   float scale, const uint8_t* wanted, const Team& team, float* scratch, uint8_t* masks);
+// Makes masks of one layer, of those that `next` gives this member until none are left, and notes each in the call's
+// progress: attention begins while others still choose. `wanted` (rows, or null: all) marks rows whose result is needed.
+void choose_blocks(const Ops& ops, const SelectionPlan& plan, const AttentionCall& call, const uint8_t* wanted,
+                   std::atomic<int64_t>& next, float* scratch, uint8_t* masks);
 
 }  // namespace penjing

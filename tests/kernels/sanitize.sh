@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer and runs their tests on that build, and the
-# thread pool and sampling under ThreadSanitizer. The build emulates the instruction that AVX-VNNI adds to AVX2, so that
-# any processor tests that level. Needs g++ (or $CXX) and the environment's python (or $PYTHON).
+# thread pool, sampling and the progress of attention under ThreadSanitizer. The build emulates the instruction that
+# AVX-VNNI adds to AVX2, so that any processor tests that level. Needs g++ (or $CXX) and the environment's python (or
+# $PYTHON).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -17,10 +18,12 @@ for source in kernels/cpu/*.cpp; do
 done
 "$CXX" "${flags[@]}" -O1 -fsanitize=thread -Ikernels/cpu tests/kernels/pool_race.cpp \
   kernels/cpu/{pool,sample,memory,ops_scalar}.cpp -o "$work/race" &
+"$CXX" "${flags[@]}" -O1 -fsanitize=thread -Ikernels/cpu tests/kernels/progress_race.cpp -o "$work/progress" &
 for job in $(jobs -p); do wait "$job"; done
 "$CXX" -shared -fsanitize=address,undefined -pthread "$work"/*.o -o "$work/_cpu.so"
 
 "$work/race"
+"$work/progress"
 
 # Python itself is not instrumented: its runtime goes first, and what it never frees is not our leak.
 runtime=$("$CXX" -print-file-name=libasan.so):$("$CXX" -print-file-name=libubsan.so)
