@@ -6,7 +6,8 @@
 
 `one_stream_KIND_CHOICE` are tokens a second behind an answer's first token, beside an engine that guesses nothing;
 `tokens_a_step_…` counts tokens and not seconds, so that a busy machine does not change it. Both engines get the same
-requests in turns, and their answers must be equal. Summaries, questions and code have their text from Python's own
+requests in turns, and their answers must be equal. The answers of an earlier turn are forgotten before the next, or
+they would be guessed from themselves. Summaries, questions and code have their text from Python's own
 help and library; chats have none.
 """
 
@@ -131,7 +132,7 @@ def measure(name: str, groups: list[list[Request]], off: LLMEngine, on: LLMEngin
     speeds: dict[str, list[float]] = {"off": [], "on": []}
     before = on.stats()
     for turn in range(rounds + 1):
-        runs = {"off": [run(off, group) for group in groups], "on": [run(on, group) for group in groups]}
+        runs = {"off": run_all(off, groups), "on": run_all(on, groups)}
         if [r.answers for r in runs["off"]] != [r.answers for r in runs["on"]]:
             raise ServerError(f"{name}: the answers differ with guesses and without")
         if turn > 0:  # the first turn warms up
@@ -148,6 +149,12 @@ def measure(name: str, groups: list[list[Request]], off: LLMEngine, on: LLMEngin
         new_row("speculation", name, value, "tok/s", runs=rounds, baseline=OFF, baseline_value=value / ratio),
         new_row("speculation", each, generated / (generated - accepted), "tokens", runs=1),
     ]
+
+
+def run_all(engine: LLMEngine, groups: list[list[Request]]) -> list[Run]:
+    if engine.speculation is not None:
+        engine.speculation.forget_told()
+    return [run(engine, group) for group in groups]
 
 
 def run(engine: LLMEngine, requests: list[Request]) -> Run:

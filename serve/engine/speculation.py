@@ -12,6 +12,7 @@ from penjing.serve.speculate.drafter import FIRST_CONFIDENCE, NO_DRAFT, Draft, D
 from penjing.serve.speculate.forced import ForcedDrafter
 from penjing.serve.speculate.lookup import LookupDrafter
 from penjing.serve.speculate.rows import StepCosts, share_rows
+from penjing.serve.speculate.told import Telling, Told
 from penjing.serve.speculate.worth import Worth, saved_seconds
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Speculation:
         costs: of steps on this machine.
         network: guesses too, for answers that are free; what an answer's own tokens or form tell goes before where it
             is likelier.
-        lookup: guess by an answer's own tokens; else only what forms force.
+        lookup: guess by an answer's own tokens and by other answers; else only what forms force.
     """
 
     def __init__(self, costs: StepCosts, network: Network | None = None, *, lookup: bool = True) -> None:
         self.costs = costs
-        self._lookup = lookup
+        self._lookup, self._told = lookup, Told()
         self._network, self._worth = network, Worth()
         self._hidden: dict[Sequence, Tensor] = {}
         # Greedy answers repeat themselves more than sampled ones.
@@ -94,8 +95,13 @@ class Speculation:
 
     def forget(self, sequence: Sequence) -> None:
         """Its answer has ended."""
-        self._guessing.pop(sequence, None)
+        if guessing := self._guessing.pop(sequence, None):
+            guessing.end()
         self._hidden.pop(sequence, None)
+
+    def forget_told(self) -> None:
+        """Guess by no answer that has ended."""
+        self._told.clear()
 
     def _ask_network(self, answers: list[Answer], num_rows: int) -> tuple[dict[Sequence, Draft], float]:
         """What the network guesses for those of `answers` that are free, in a step of `num_rows` without guesses, and
@@ -116,10 +122,13 @@ class Speculation:
 
     def _begin(self, answer: Answer) -> _Guessing:
         drafter = DRAFTERS["lookup" if self._lookup else "forced"](answer.sequence.token_ids)
+        token_ids, telling = answer.sequence.token_ids, None
         if answer.constraint is not None:
             drafter = ForcedDrafter(answer.constraint, drafter)
+        elif self._lookup:
+            telling = Telling(self._told, token_ids, answer.sequence.num_prompt_tokens)
         made = self._guessing[answer.sequence] = _Guessing(
-            answer.sequence.token_ids, drafter, Acceptance(self._shares[answer.greedy])
+            token_ids, drafter, telling, Acceptance(self._shares[answer.greedy])
         )
         return made
 
@@ -138,21 +147,31 @@ def without_drafts(ready: list[Sequence]) -> tuple[list[int], dict[Sequence, int
 
 
 class _Guessing:
-    """One answer's drafter, how often it was right, and what it guessed last."""
+    """One answer's drafters, how often they were right, and what was guessed last."""
 
-    def __init__(self, token_ids: list[int], drafter: Drafter, acceptance: Acceptance) -> None:
-        self._token_ids, self._drafter, self._acceptance = token_ids, drafter, acceptance
+    def __init__(self, token_ids: list[int], drafter: Drafter, telling: Telling | None, acceptance: Acceptance) -> None:
+        self._token_ids, self._telling, self._acceptance = token_ids, telling, acceptance
+        self._drafters = [drafter] if telling is None else [drafter, telling]
         self._begin = len(token_ids)
+        self._made: list[Draft] = []
         self.draft: Draft = NO_DRAFT
 
     def guess(self, most: int) -> list[float]:
-        """Learn from the last guess, make a new one, and say how likely its first tokens are to come."""
-        if self.draft.token_ids:
-            came = self._token_ids[self._begin : self._begin + len(self.draft.token_ids)]
-            self._acceptance.observe(self.draft, came)
+        """Learn from the last guesses, make new ones, and say how likely the first tokens of the best are to come."""
+        came = self._token_ids[self._begin : self._begin + MOST_GUESSES]
+        for draft in self._made:
+            self._acceptance.observe(draft, came)
         self._begin = len(self._token_ids)
-        self.draft = self._drafter.draft(most)
-        return self._acceptance.chances(self.draft)
+        self._made = [drafter.draft(most) for drafter in self._drafters]
+        chances = [self._acceptance.chances(draft) for draft in self._made]
+        best = max(range(len(chances)), key=lambda i: sum(chances[i]))
+        self.draft = self._made[best]
+        return chances[best]
+
+    def end(self) -> None:
+        """The answer has ended, and others may guess by it."""
+        if self._telling is not None:
+            self._telling.tell()
 
     def weigh(self, offered: Draft, chances: list[float], most: int) -> list[float]:
         """Take the guess that is `offered` in place of its own if that promises more tokens; the chances of the one
@@ -162,4 +181,5 @@ class _Guessing:
         if sum(promised) <= sum(chances):
             return chances
         self.draft = other
+        self._made = [*self._made, other]
         return promised

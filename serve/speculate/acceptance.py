@@ -6,13 +6,14 @@ drafter that fails costs nothing while it fails, and is noticed when it begins t
 
 from __future__ import annotations
 
-from penjing.serve.speculate.drafter import CONFIDENCES, FIRST_CONFIDENCE, FORCED, NUM_KINDS, Draft
+from penjing.serve.speculate.drafter import CONFIDENCES, LONGEST_MATCH, NUM_KINDS, Draft
 
 MEMORY = 0.95  # of an answer's counts that is left after a guess: some 20 guesses count
 COMMON_MEMORY = 0.999  # of the counts of all answers
 PRIOR_WEIGHT = 4.0  # guesses that the mean of all answers stands for in one answer's
 FIRST_SHARES = (
-    *(0.9 if kind == FORCED else 0.1 * kind for kind in range(FIRST_CONFIDENCE)),
+    0.9,  # FORCED
+    *2 * [0.1 * length for length in range(1, LONGEST_MATCH + 1)],
     *((place + 0.5) / CONFIDENCES for place in range(CONFIDENCES)),
 )
 

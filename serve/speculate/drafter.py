@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 FORCED = 0  # a token that the answer's form asks for
 LONGEST_MATCH = 8  # tokens in front of a guess that are compared; a longer match is no surer
-FIRST_CONFIDENCE = LONGEST_MATCH + 1  # kinds from here on are of a draft network, by how sure it is itself
+OF_OTHERS = LONGEST_MATCH  # added to the length of a match in other answers
+FIRST_CONFIDENCE = OF_OTHERS + LONGEST_MATCH + 1  # kinds from here on are of a draft network, by how sure it is itself
 CONFIDENCES = 10
 NUM_KINDS = FIRST_CONFIDENCE + CONFIDENCES
 
@@ -19,8 +20,9 @@ class Draft(NamedTuple):
 
     token_ids: list[int]
     kinds: list[int]
-    """FORCED; or how many tokens before it stood before the same token once already, at most LONGEST_MATCH; or
-    FIRST_CONFIDENCE + i, where a draft network gives it a probability from i / CONFIDENCES on."""
+    """FORCED; or how many tokens before it stood before the same token once already, at most LONGEST_MATCH, and
+    OF_OTHERS more where that was in another answer; or FIRST_CONFIDENCE + i, where a draft network gives it a
+    probability from i / CONFIDENCES on."""
 
 
 NO_DRAFT = Draft([], [])

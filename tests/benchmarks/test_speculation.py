@@ -26,7 +26,7 @@ def test_rows_have_the_ratio_of_rounds_and_tokens_a_row_that_was_not_guessed() -
     assert speed.ratio > 0
     stats = on.stats()
     own = stats.generation_tokens - stats.spec_decode_num_accepted_tokens
-    assert tokens.value == pytest.approx(stats.generation_tokens / own)
+    assert tokens.value == pytest.approx(stats.generation_tokens / own, rel=1e-3)  # rows have four digits
     assert stats.generation_tokens == 3 * 24
 
 

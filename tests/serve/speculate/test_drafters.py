@@ -8,9 +8,10 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penjing.serve.speculate.drafter import FORCED, LONGEST_MATCH, NO_DRAFT, Draft
+from penjing.serve.speculate.drafter import FORCED, LONGEST_MATCH, NO_DRAFT, OF_OTHERS, Draft
 from penjing.serve.speculate.forced import ForcedDrafter
 from penjing.serve.speculate.lookup import MOST_PLACES, LookupDrafter
+from penjing.serve.speculate.told import MOST_TOKENS, PIECE, Telling, Told
 
 
 def test_what_followed_the_same_tokens_before_is_guessed() -> None:
@@ -22,13 +23,18 @@ def test_the_longest_match_is_taken_and_of_equals_the_latest() -> None:
     assert LookupDrafter([1, 2, 7, 1, 2, 8, 1, 2]).draft(1) == Draft([8], [2])
 
 
+def test_where_no_pair_comes_back_a_single_token_tells_what_may_follow() -> None:
+    assert LookupDrafter([4, 9, 4, 8, 7, 6, 4]).draft(3) == Draft([8, 7, 6], [1, 2, 3])
+    assert LookupDrafter([1, 1]).draft(2) == Draft([1, 1], [1, 2])
+
+
 def test_an_answer_that_repeats_itself_is_guessed_to_go_on() -> None:
     assert LookupDrafter([1, 4, 5, 4, 5]).draft(5).token_ids == [4, 5, 4, 5, 4]
     assert LookupDrafter([3] * 20).draft(4) == Draft([3] * 4, [LONGEST_MATCH] * 4)
 
 
 def test_nothing_is_guessed_where_nothing_comes_back_or_nothing_is_wanted() -> None:
-    for token_ids in ([1], [1, 1], [1, 2, 3]):
+    for token_ids in ([1], [1, 2, 3]):
         assert LookupDrafter(token_ids).draft(4) == NO_DRAFT
     assert LookupDrafter([1, 2, 1, 2]).draft(0) == NO_DRAFT
 
@@ -53,8 +59,10 @@ def by_search(ids: list[int], most: int) -> Draft:
             length += 1
         if best is None or length >= best[0]:
             best = length, place
-    if best is None:
+    single = [place for place in range(1, len(ids)) if ids[place - 1] == ids[-1]]
+    if best is None and not single:
         return NO_DRAFT
+    best = best or (1, single[-1])
     ids = list(ids)
     for i in range(most):
         ids.append(ids[best[1] + i])
@@ -95,3 +103,67 @@ def test_random_tokens_are_hardly_guessed() -> None:
     random = Random(0)
     tokens = [random.randrange(50_000) for _ in range(2000)]
     assert LookupDrafter(tokens).draft(8) == NO_DRAFT
+
+
+def test_what_other_answers_said_is_guessed_and_nothing_of_their_prompts() -> None:
+    told = Told()
+    other = [1, 2, 3, 4, 5, 6, 7]
+    Telling(told, other, 3).tell()
+    assert told.draft([9, 4, 5], 4) == Draft([6, 7], [OF_OTHERS + 2, OF_OTHERS + 3])
+    assert told.draft([3], 4) == Draft([4, 5, 6, 7], [OF_OTHERS + 1 + i for i in range(4)]), "two tokens come before"
+    for unknown in ([1], [8, 9], [7]):
+        assert told.draft(unknown, 4) == NO_DRAFT
+    told.clear()
+    assert told.draft([9, 4, 5], 4) == NO_DRAFT
+
+
+def test_the_longest_match_of_both_lists_is_taken_and_old_answers_are_dropped() -> None:
+    told = Told()
+    told.add([1, 2, 3, 4])
+    told.add([50] * MOST_TOKENS)
+    told.add([9, 3, 8])
+    assert told.draft([1, 2, 3], 2) == Draft([4], [OF_OTHERS + 3]), "the older list has more of it"
+    assert told.draft([7, 3], 2) == Draft([8], [OF_OTHERS + 1]), "of equals the younger one"
+    told.add([60] * MOST_TOKENS)
+    told.add([0])
+    assert told.draft([1, 2], 2) == NO_DRAFT
+
+
+def test_an_answer_tells_in_pieces_and_each_token_once() -> None:
+    told, ids = Told(), [100, 101]
+    telling = Telling(told, ids, 2)
+    reader = Telling(told, [5, 6], 2)
+    for token_id in range(PIECE - 1):
+        ids.append(token_id)
+        assert telling.draft(4) == NO_DRAFT
+    assert reader.draft(2) == NO_DRAFT
+    ids.append(PIECE - 1)
+    telling.draft(4)
+    assert reader.draft(2) == Draft([7, 8], [OF_OTHERS + 2, OF_OTHERS + 3])
+    ids += [PIECE, PIECE + 1]
+    telling.tell()
+    telling.tell()
+    assert told.draft([PIECE - 2, PIECE - 1], 9).token_ids == [PIECE, PIECE + 1], "across pieces"
+    assert told.draft([PIECE], 9).token_ids == [PIECE + 1]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=12), st.lists(st.integers(0, 3), min_size=1)
+)
+def test_a_guess_by_others_is_what_followed_somewhere(answers: list[list[int]], asked: list[int]) -> None:
+    told = Told()
+    for answer in answers:
+        told.add(answer)
+        told.draft(asked, 1)  # what is noted at once and what later is the same
+    guessed, kinds = told.draft(asked, 5)
+    length = kinds[0] - OF_OTHERS if kinds else 0
+    text = [",".join(map(str, ["", *answer, ""])) for answer in answers]
+    assert all(kind > OF_OTHERS for kind in kinds)
+    if guessed:
+        seen = ",".join(map(str, ["", *asked[-length:], *guessed, ""]))
+        assert any(seen in one for one in text)
+        assert not any(
+            f",{','.join(map(str, asked[-length - 1 :]))},{t}," in one for one in text for t in range(4)
+        ) or (length in (LONGEST_MATCH, len(asked)))
+    else:
+        assert not any(f",{asked[-1]},{t}," in one for one in text for t in range(4))
