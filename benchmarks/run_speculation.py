@@ -3,6 +3,7 @@
     python benchmarks/run_speculation.py                                # some minutes
     python benchmarks/run_speculation.py build/smollm2-int4 --rounds 5
     python benchmarks/run_speculation.py --draft build/smollm2-draft    # `speculate=draft`; rows begin with draft/
+    python benchmarks/run_speculation.py --texts news essays            # summaries and questions of other texts
 
 `one_stream_KIND_CHOICE` are tokens a second behind an answer's first token, beside an engine that guesses nothing;
 `tokens_a_step_…` counts tokens and not seconds, so that a busy machine does not change it. Both engines get the same
@@ -29,9 +30,11 @@ from typing import Any, NamedTuple
 from lib.level import at_level
 from lib.models import add_arguments, make_models, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
+from lib.texts import SOURCES
 
 from penjing.core.cli import guarded
 from penjing.core.errors import ServerError
+from penjing.core.text.chat import ChatTemplate
 from penjing.serve.engine.config import EngineConfig, Speculate
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
@@ -39,6 +42,7 @@ from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
 
 NEW_TOKENS = 96
+LENGTH = 1400  # characters of a text that is asked about
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.7, "top_k": 40, "seed": 1},
@@ -78,6 +82,7 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--draft", type=Path, help="a network that guesses too")
+    parser.add_argument("--texts", nargs="+", choices=list(SOURCES), help="ask about these alone, by one stream")
     arguments = parser.parse_args()
     _, artifact = make_models(arguments.checkpoint, arguments.model)
     warn_if_busy()
@@ -91,7 +96,7 @@ def main() -> int:
     costs = on.speculation.costs
     say("a step of n rows costs " + ", ".join(f"{n}: {costs.of(n) / costs.of(1):.2f}" for n in costs.rows) + " of one")
     rows: list[Row] = []
-    for name, requests in cases(off).items():
+    for name, requests in (cases(off) if arguments.texts is None else cases_of(off, arguments.texts)).items():
         measured = measure(name, requests, off, on, arguments.rounds)
         prefix = "draft/" if arguments.draft else ""
         rows += [row.model_copy(update={"metric": prefix + row.metric}) for row in measured]
@@ -101,31 +106,55 @@ def main() -> int:
 
 def cases(engine: LLMEngine) -> dict[str, list[list[Request]]]:
     """By metric the groups of requests that are answered one after the other."""
-    texts = [" ".join(topics[name].split())[:1400] for name in ("assert", "lambda", "pass", "global")]
-    prompts = {
-        "summary": [f"Summarize this text, keeping its own words:\n\n{text}" for text in texts],
-        "question": [f"{text}\n\nWhich sentences of this text say what it is about? Quote them." for text in texts],
-        "code": [f"Write this function again with a better docstring:\n\n{getsource(f)}" for f in FUNCTIONS],
-        "chat": list(CHATS),
+    texts = [" ".join(topics[name].split())[:LENGTH] for name in ("assert", "lambda", "pass", "global")]
+    code = [f"Write this function again with a better docstring:\n\n{getsource(f)}" for f in FUNCTIONS]
+    asked = requests_of(engine, asked_about(texts) | {"code": code, "chat": list(CHATS)})
+    found = {f"one_stream_{name}": [[request] for request in requests] for name, requests in asked.items()}
+    crowd = {
+        choice: [each for name, requests in asked.items() if name.endswith(choice) for each in requests]
+        for choice in CHOICES
     }
-    if engine.chat_template is None:
-        raise ServerError("the model has no chat template; take an instruct model")
-    template = engine.chat_template
-    found: dict[str, list[list[Request]]] = {}
-    crowd: dict[str, list[Request]] = {choice: [] for choice in CHOICES}
-    for kind, questions in prompts.items():
-        for choice, asked in CHOICES.items():
-            params = SamplingParams.from_json({**asked, "max_tokens": NEW_TOKENS, "ignore_eos": True})
-            requests = [
-                Request(f"{kind} {i}", template.render([{"role": "user", "content": text}]), params, add_special=False)
-                for i, text in enumerate(questions)
-            ]
-            found[f"one_stream_{kind}_{choice}"] = [[request] for request in requests]
-            crowd[choice] += requests
+    template = template_of(engine)
     form = SamplingParams.from_json({"temperature": 0.7, "seed": 1, "guided": {"kind": "json_schema", "value": FORM}})
     text = template.render([{"role": "user", "content": "Invent a customer."}])
     found["one_stream_json_sampled"] = [[Request("form", text, form, add_special=False)]] * 4
     return found | {f"16_streams_mixed_{choice}": [requests] for choice, requests in crowd.items()}
+
+
+def cases_of(engine: LLMEngine, names: list[str]) -> dict[str, list[list[Request]]]:
+    """The same of other texts: what is asked of Python's help is asked of four passages of each."""
+    prompts: dict[str, list[str]] = {}
+    for name in names:
+        words = SOURCES[name].text().split()
+        passages = [" ".join(words[at : at + LENGTH])[:LENGTH] for at in range(LENGTH, 5 * LENGTH, LENGTH)]
+        prompts |= {f"{kind}_of_{name}": questions for kind, questions in asked_about(passages).items()}
+    return {f"one_stream_{name}": [[each] for each in asked] for name, asked in requests_of(engine, prompts).items()}
+
+
+def asked_about(texts: list[str]) -> dict[str, list[str]]:
+    return {
+        "summary": [f"Summarize this text, keeping its own words:\n\n{text}" for text in texts],
+        "question": [f"{text}\n\nWhich sentences of this text say what it is about? Quote them." for text in texts],
+    }
+
+
+def requests_of(engine: LLMEngine, prompts: dict[str, list[str]]) -> dict[str, list[Request]]:
+    """Requests by kind and choice."""
+    template, found = template_of(engine), dict[str, list[Request]]()
+    for kind, questions in prompts.items():
+        for choice, asked in CHOICES.items():
+            params = SamplingParams.from_json({**asked, "max_tokens": NEW_TOKENS, "ignore_eos": True})
+            found[f"{kind}_{choice}"] = [
+                Request(f"{kind} {i}", template.render([{"role": "user", "content": text}]), params, add_special=False)
+                for i, text in enumerate(questions)
+            ]
+    return found
+
+
+def template_of(engine: LLMEngine) -> ChatTemplate:
+    if engine.chat_template is None:
+        raise ServerError("the model has no chat template; take an instruct model")
+    return engine.chat_template
 
 
 def measure(name: str, groups: list[list[Request]], off: LLMEngine, on: LLMEngine, rounds: int) -> list[Row]:
