@@ -5,12 +5,41 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penjing.serve.gate.config import FrontLimits
 from penjing.serve.gate.errors import RETRY_SECONDS, ApiError
 
 READ_SECONDS = 0.05  # one turn of the event loop and more
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Goes on with HTTP/1.1 where a client offers another protocol, as a server may (RFC 9110, 7.8). Java's own client
+    offers HTTP/2 with each request, and httptools would take the body for a part of that.
+
+    Args:
+        connection: whose headers are those of the request.
+    """
+
+    def __init__(self, connection: HttpToolsProtocol) -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn's: an answer under way is not broken off
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                return super().feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                if self.get_method() == b"CONNECT":
+                    raise httptools.HttpParserError("this is no proxy") from None
+                data = self._head_without_offer() + data[offer.args[0] :]
+
+    def _head_without_offer(self) -> bytes:
+        line = b"%b %b HTTP/%b" % (self.get_method(), self._connection.url, self.get_http_version().encode())
+        headers = [b"%b: %b" % header for header in self._connection.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((line, *headers, b"", b""))
 
 
 def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
@@ -24,6 +53,10 @@ def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
         _header_bytes = 0
         _unread = 0
         _refused = False
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.parser = _Parser(self)
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -66,6 +99,8 @@ def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
+            if self.parser.should_upgrade():
+                return  # they come again, without the offer
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
@@ -77,7 +112,7 @@ def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            if not self._refused:
+            if not self._refused and not self.parser.should_upgrade():
                 super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
