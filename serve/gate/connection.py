@@ -12,6 +12,7 @@ from penjing.serve.gate.config import FrontLimits
 from penjing.serve.gate.errors import RETRY_SECONDS, ApiError
 
 READ_SECONDS = 0.05  # one turn of the event loop and more
+LINGER_SECONDS = 1.0
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -44,12 +45,14 @@ class _Parser(httptools.HttpRequestParser):
 
 def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
     """The class of a front's connections."""
+    lingering: set[asyncio.Protocol] = set()
 
     class Connection(HttpToolsProtocol):
         """One connection."""
 
         _header_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
+        _linger_timer: asyncio.TimerHandle | None = None
         _header_bytes = 0
         _unread = 0
         _refused = False
@@ -68,15 +71,18 @@ def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
                 self._await_headers()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self._header_timer, self._write_timer, self.timeout_keep_alive_task):
+            for timer in (self._header_timer, self._write_timer, self._linger_timer, self.timeout_keep_alive_task):
                 if timer is not None:
                     timer.cancel()
+            lingering.discard(self)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             if self._refused or self.transport.is_closing():
                 return
             super().data_received(data)
+            if self._refused:
+                return
             if self._header_timer is not None:  # a header that has not ended yet has reached no `on_header`
                 self._unread += len(data)
                 if self._unread > limits.max_header_bytes:
@@ -159,9 +165,19 @@ def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:
         def _refuse(self, error: ApiError) -> None:
             """Answer by hand, since no request has been read, and close."""
             self._refused = True
+            if self._header_timer is not None:
+                self._header_timer.cancel()
             lines = [f"HTTP/1.1 {error.status} Refused", "content-type: application/json", "connection: close"]
             lines += [f"content-length: {len(error.body)}", *(f"{k}: {v}" for k, v in error.headers.items())]
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + error.body)
-            self.transport.close()
+            busy = self.cycle is not None and not self.cycle.response_complete
+            if busy or not self.transport.can_write_eof() or len(lingering) >= limits.max_connections:
+                self.transport.close()
+                return
+            # Closed at once, it would lose its answer while it still sends; it takes no place of others meanwhile.
+            self.transport.write_eof()
+            self.connections.discard(self)
+            lingering.add(self)
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     return Connection

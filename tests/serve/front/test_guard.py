@@ -59,8 +59,8 @@ def test_one_byte_chunks_cost_nothing(front: Fronted) -> None:
 
 def test_headers_too_many_or_too_slow(front: Fronted) -> None:
     start = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
-    assert front.send(start, *[b"x: " + b"y" * 4000 + b"\r\n"] * 12)[8:13] in (b" 431 ", b"")
-    assert front.send(start + b"x: ", b"y" * 40_000)[8:13] in (b" 431 ", b"")
+    assert front.send(start, *[b"x: " + b"y" * 4000 + b"\r\n"] * 12)[8:13] == b" 431 "
+    assert front.send(start + b"x: ", b"y" * 40_000)[8:13] == b" 431 "
     body = b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n12345"
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(front.send, b"GET /v1/models HTTP/1.1\r\nhost: loc")

@@ -1,4 +1,5 @@
-"""A connection: its times, where the front's process itself was kept from running, and offers of other protocols."""
+"""A connection: its times, where the front's process itself was kept from running, offers of other protocols, and one
+too many."""
 
 from __future__ import annotations
 
@@ -113,3 +114,33 @@ def test_a_body_beside_an_offer_of_another_protocol_is_read(cut: int) -> None:
 @pytest.mark.parametrize("target", [b"/", b"localhost:80"])
 def test_it_is_no_proxy(target: bytes) -> None:
     assert b" 400 " in uvloop.run(answers_to(b"CONNECT %b HTTP/1.1\r\nHost: x\r\n\r\n" % target))[:20]
+
+
+async def answers_beside_another() -> tuple[bytes, bytes]:
+    """Of one connection too many, and of the next one when a place is free again."""
+
+    def talk(connection: socket.socket, *parts: bytes) -> bytes:
+        for part in parts:
+            time.sleep(0.1)  # as from a client that is far, or has much to do
+            connection.sendall(part)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+    async with served(empty, max_connections=1) as server:
+        first = connected(server)
+        while not server.server_state.connections:
+            await asyncio.sleep(0.01)
+        with connected(server) as second:
+            refused = await asyncio.to_thread(talk, second, head, b"{}")
+            first.close()
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+            with connected(server) as third:
+                return refused, await asyncio.to_thread(talk, third, head, b"{}")
+
+
+def test_one_connection_too_many_gets_its_answer_while_it_still_sends() -> None:
+    refused, taken = uvloop.run(answers_beside_another())
+    assert b" 503 " in refused[:20]
+    assert b"Too many connections" in refused
+    assert b" 200 " in taken[:20]
