@@ -60,7 +60,7 @@ class MessageWriter(Writer):
                 events += self._close() + self._call(said.part["id"], said.part["function"]["name"])
             events += self._write(said.part["function"]["arguments"])
         if said.reason is not None:
-            events += self._close() + self._end(said.reason)
+            events += self._close() + self._end(said.reason, said.is_cut)
         return events
 
     def failed(self, error: ApiError) -> list[Event]:
@@ -135,11 +135,11 @@ class MessageWriter(Writer):
         self._input.append(arguments)
         return [self._grow(type="input_json_delta", partial_json=arguments)] if arguments else []
 
-    def _end(self, reason: str) -> list[Event]:
+    def _end(self, reason: str, is_cut: bool) -> list[Event]:
         stop_reason = REASONS.get(reason, reason)
         if self._stop.met is not None:
             stop_reason = "stop_sequence"
-        elif reason == "stop" and any(block["type"] == "tool_use" for block in self._content):
+        elif reason == "stop" and not is_cut and any(block["type"] == "tool_use" for block in self._content):
             stop_reason = "tool_use"
         self._ending = {"stop_reason": stop_reason, "stop_sequence": self._stop.met}
         return [

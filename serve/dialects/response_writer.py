@@ -44,7 +44,7 @@ class ResponseWriter(Writer):
                 events += self._close("completed") + self._call(said.part["id"], said.part["function"]["name"])
             events += self._write(said.part["function"]["arguments"])
         if said.reason is not None:
-            events += self._end(said.reason)
+            events += self._end(said.reason, said.is_cut)
         return events
 
     def failed(self, error: ApiError) -> list[Event]:
@@ -129,10 +129,10 @@ class ResponseWriter(Writer):
             self._event("output_item.done", output_index=place["output_index"], item=self._output[-1]),
         ]
 
-    def _end(self, reason: str) -> list[Event]:
+    def _end(self, reason: str, is_cut: bool) -> list[Event]:
         events = [] if self._output else self._open()  # an answer of no text is a message without any
         cut = reason == "length"
-        events += self._close("incomplete" if cut else "completed")
+        events += self._close("incomplete" if cut or is_cut else "completed")
         self._state = {"status": "incomplete" if cut else "completed", "usage": _usage(self._ask.usage)}
         if cut:
             self._state["incomplete_details"] = {"reason": "max_output_tokens"}

@@ -26,6 +26,8 @@ class Said:
     part: Part
     logprobs: list[Entry]
     reason: str | None
+    is_cut: bool = False
+    """At the end: the last call has only the beginning of its arguments."""
 
 
 class Writer(ABC):
@@ -75,7 +77,10 @@ async def _said(
                 text = shown(text)
             parts = [text] if reader is None else reader.push(text, last=reason is not None) or [""]
             for number, part in enumerate(parts, 1):
-                yield Said(part, chunk.logprobs if number == 1 else [], reason if number == len(parts) else None)
+                logprobs = chunk.logprobs if number == 1 else []
+                yield Said(
+                    part, logprobs, reason if number == len(parts) else None, reader is not None and reader.is_cut
+                )
 
 
 async def _events(

@@ -111,7 +111,7 @@ async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBo
             if body.offered:
                 reader = readers[chunk.index]
                 text, calls = apart(reader.push(text, last=reason is not None))
-                reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+                reason = "tool_calls" if reason == "stop" and reader.num_calls and not reader.is_cut else reason
             if text or chunk.logprobs:
                 logprobs = json.dumps(of_chat(chunk.logprobs, body.top_logprobs or 0)) if chunk.logprobs else "null"
                 parts += [start, index, b'"content":', json.dumps(text).encode()]

@@ -41,6 +41,8 @@ class CallReader:
         self._calling = False
         self._blank: str | None = None  # directly behind a call: what came there that is only blank
         self.num_calls = 0
+        self.is_cut = False
+        """Of an answer that has ended: the last call that was shown has only the beginning of its arguments."""
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
         """New text; what it makes complete, in its order. `last`: none comes after it."""
@@ -68,6 +70,7 @@ class CallReader:
             self._say(parts, before)
             self._text, self._calling = rest, True
         if last and self._arguments is not None:  # half of the call has been shown: more there is not
+            self.is_cut = not self._arguments.found
             self._text, self._calling, self._arguments = "", False, None
         elif last:  # a call that was cut off is text, which the client may look at
             self._say(parts, CALL_BEGIN + self._text if self._calling else self._text)

@@ -87,6 +87,18 @@ def test_a_stream_says_what_the_whole_answer_says(
     assert streamed(front, path) == whole(front, path)
 
 
+def test_a_call_that_a_stop_text_cuts_off_is_not_told_as_complete(front: ScriptedFront) -> None:
+    front.script.pieces, front.script.reason = ['<tool_call>\n{"name": "f", "arguments": {"x": ', "1"], "stop"
+    chat = front.events(CHAT, BODIES[CHAT] | {"model": "m"})
+    message = front.events(MESSAGES, BODIES[MESSAGES] | {"model": "m"})
+    response = front.events(RESPONSES, BODIES[RESPONSES] | {"model": "m"})
+    assert chat[-1]["choices"][0]["finish_reason"] == "stop"
+    assert message[-2]["delta"]["stop_reason"] == "end_turn"
+    assert [item["status"] for item in response[-1]["response"]["output"]] == ["incomplete"]
+    front.script.pieces = [CALL, '\n<tool_call>\n{"name": "f", "arguments": {"x": 1', "}"]  # only the mark is missing
+    assert front.events(CHAT, BODIES[CHAT] | {"model": "m"})[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_text_before_and_behind_a_call_keeps_its_place(front: ScriptedFront, path: str) -> None:
     text = f"Before.\n{CALL}\nAfter."
