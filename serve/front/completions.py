@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from penjing.core.text.detokenizer import IncrementalDetokenizer
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.client.wire_text import Chunk
 from penjing.serve.front.answers import DONE, Ask, Events, answer, event, opening
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import CompletionBody, read_body
-from penjing.serve.front.logprobs import Entry, of_completion
+from penjing.serve.front.logprobs import Entry, TextOffsets, of_completion
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
+
+TAIL = 16  # characters before an answer that say how its first token is spaced; most tokens have fewer
 
 
 async def complete(backend: Backend, request: Request) -> Response:
@@ -26,7 +31,10 @@ async def complete(backend: Backend, request: Request) -> Response:
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(CompletionBody, request.headers.get("content-type", ""), exchange.body)
     ask = _ask(backend, body, exchange)
-    texts = _Texts(ask, body, await _shown_prompts(backend, ask, body))
+    tokenizer = None
+    if body.echo or body.logprobs is not None:
+        tokenizer = await backend.upstream(ask.model).tokenizer()
+    texts = _Texts(ask, body, [await _prompt(tokenizer, prompt, body) for prompt in ask.prompts], tokenizer)
     head = {
         "id": f"cmpl-{exchange.request_id}",
         "object": "text_completion",
@@ -75,31 +83,46 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
     return list(prompt)  # type: ignore[arg-type]
 
 
-async def _shown_prompts(backend: Backend, ask: Ask, body: CompletionBody) -> list[tuple[str, str]]:
-    """Text and first token of each prompt that is echoed."""
+@dataclass
+class _Prompt:
+    """What an answer needs of its prompt."""
+
+    text: str = ""
+    """Where it is echoed."""
+    first: tuple[int, str] | None = None
+    """Its first token and that one's text, which has no probability; where it is echoed with those of the others."""
+    num_added: int = 0
+    """Tokens at its beginning that are none of the text's, such as begin-of-text."""
+    tail: Sequence[int] = ()
+    """Its last tokens, or a few more or less, where the answer's tokens are placed."""
+
+
+async def _prompt(tokenizer: Tokenizer | None, prompt: str | list[int], body: CompletionBody) -> _Prompt:
+    if tokenizer is None:
+        return _Prompt()
+    ids: list[int] = []
+    if not isinstance(prompt, str):
+        ids = prompt
+    elif body.logprobs is not None:
+        ids = await asyncio.to_thread(tokenizer.encode_beside, prompt if body.echo else prompt[-TAIL:])
     if not body.echo:
-        return [("", "")] * len(ask.prompts)
-    tokenizer = await backend.upstream(ask.model).tokenizer()
-    shown = []
-    for prompt in ask.prompts:
-        if isinstance(prompt, str):
-            ids = await asyncio.to_thread(tokenizer.encode_beside, prompt) if body.logprobs is not None else []
-            text = prompt
-        else:
-            ids, text = prompt, tokenizer.decode(prompt, skip_special=False)
-        shown.append((text, tokenizer.decode(ids[:1], skip_special=False)))
-    return shown
+        return _Prompt(tail=ids[-TAIL:])
+    first = (ids[0], tokenizer.decode(ids[:1], skip_special=False)) if ids else None
+    if isinstance(prompt, str):
+        return _Prompt(prompt, first, len(tokenizer.encode_beside("")), ids[-TAIL:])
+    return _Prompt(tokenizer.decode(prompt, skip_special=False), first, 0, ids[-TAIL:])
 
 
 class _Texts:
     """What each answer shows of its chunks: the prompt first where it is echoed, and how far it is."""
 
-    def __init__(self, ask: Ask, body: CompletionBody, prompts: list[tuple[str, str]]) -> None:
-        self._ask, self._prompts = ask, prompts
+    def __init__(self, ask: Ask, body: CompletionBody, prompts: Sequence[_Prompt], tokenizer: Tokenizer | None) -> None:
+        self._ask, self._prompts, self._tokenizer = ask, prompts, tokenizer
         self._scores: dict[int, list[Entry | None] | None] = {}
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets | None] = {}
         self._only_prompt = body.max_tokens == 0
         self._count = body.logprobs
+        self._skip_special = body.skip_special_tokens is not False
 
     def index(self, prompt: int, chunk: Chunk) -> int:
         """Of the answer among all of the request."""
@@ -107,21 +130,45 @@ class _Texts:
 
     def of(self, prompt: int, chunk: Chunk) -> tuple[str, dict[str, Any] | None]:
         """New text and log probabilities of an answer."""
-        index = self.index(prompt, chunk)
+        index, asked = self.index(prompt, chunk), self._prompts[prompt]
         text = "" if self._only_prompt else chunk.text
-        entries: list[Entry | None] = [] if self._only_prompt else [*chunk.logprobs]
-        before, first = "", ""
+        entries: list[Entry | None] = []
+        begins: list[int] = []
         if index not in self._offsets:
-            before, first = self._prompts[prompt]
+            text = asked.text + text
             if chunk.prompt_logprobs is not None:
                 self._scores[prompt] = chunk.prompt_logprobs
-            entries = [*(self._scores.get(prompt) or []), *entries]
-        offset = self._offsets.get(index, 0)
-        text = before + text
-        self._offsets[index] = offset + len(text)
-        if self._count is None or not entries:
+            entries = self._scores.get(prompt) or []
+            begins = self._of_prompt(asked, entries)
+            self._offsets[index] = self._of_answer(asked)
+        offsets = self._offsets[index]
+        if self._count is None or offsets is None:
             return text, None
-        return text, of_completion(entries, self._count, offset, first)
+        if not self._only_prompt:
+            entries = [*entries, *chunk.logprobs]
+            begins += [offsets.push(*_token(entry)) for entry in chunk.logprobs]
+        if not entries:
+            return text, None
+        return text, of_completion(entries, self._count, begins, asked.first[1] if asked.first else "")
+
+    def _of_prompt(self, asked: _Prompt, entries: Sequence[Entry | None]) -> list[int]:
+        """Where the tokens of an echoed prompt begin."""
+        if self._tokenizer is None or asked.first is None or not entries:
+            return []
+        tokens = [asked.first if entry is None else _token(entry) for entry in entries]
+        offsets = TextOffsets(IncrementalDetokenizer(self._tokenizer, skip_special=False))
+        return [0] * asked.num_added + [offsets.push(*token) for token in tokens[asked.num_added :]]
+
+    def _of_answer(self, asked: _Prompt) -> TextOffsets | None:
+        if self._tokenizer is None:
+            return None
+        detokenizer = IncrementalDetokenizer(self._tokenizer, self._skip_special, asked.tail)
+        return TextOffsets(detokenizer, len(asked.text))
+
+
+def _token(entry: Entry) -> tuple[int, str]:
+    number, said = next(iter(entry.items()))
+    return int(number), said["decoded_token"]
 
 
 async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], texts: _Texts) -> dict[str, Any]:

@@ -5,8 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penjing.core.text.detokenizer import IncrementalDetokenizer
+
 Entry = dict[str, dict[str, Any]]
 """By token id, the token itself first: `logprob`, `rank`, `decoded_token`."""
+
+
+class TextOffsets:
+    """Where tokens begin in the text that they make, in characters; one within a character begins where that does.
+
+    Args:
+        at: characters before the first token.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, at: int = 0) -> None:
+        self._detokenizer, self._at = detokenizer, at
+
+    def push(self, token_id: int, text: str) -> int:
+        """Where the next token begins, whose own text is given."""
+        begin = self._at
+        piece = self._detokenizer.push(token_id)
+        self._at += len(piece)
+        return self._at - len(text) if "�" not in text and piece.endswith(text) else begin
 
 
 def of_chat(entries: Sequence[Entry], count: int) -> dict[str, Any]:
@@ -18,15 +38,17 @@ def of_chat(entries: Sequence[Entry], count: int) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def of_completion(entries: Sequence[Entry | None], count: int, offset: int, first: str = "") -> dict[str, Any]:
+def of_completion(
+    entries: Sequence[Entry | None], count: int, offsets: Sequence[int], first: str = ""
+) -> dict[str, Any]:
     """Of a completion's tokens.
 
     Args:
         entries: None is a prompt's first token, which has no probability; its text is `first`.
         count: so many of the most likely tokens come with each.
-        offset: characters before the first token.
+        offsets: where each token begins in the text.
     """
-    tokens, values, likely, offsets = [], [], [], []
+    tokens, values, likely = [], [], []
     for entry in entries:
         chosen = None if entry is None else next(iter(entry.values()))
         text = first if chosen is None else chosen["decoded_token"]
@@ -35,9 +57,7 @@ def of_completion(entries: Sequence[Entry | None], count: int, offset: int, firs
         # The token itself is always there, as with OpenAI: whoever scores a text looks it up.
         shown = [] if entry is None or chosen is None else [*_likely(entry, count), chosen]
         likely.append({other["decoded_token"]: other["logprob"] for other in shown} if shown and count else None)
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likely, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likely, "text_offset": list(offsets)}
 
 
 def _likely(entry: Entry, count: int) -> list[dict[str, Any]]:

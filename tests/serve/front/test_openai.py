@@ -118,6 +118,25 @@ def test_scores_of_prompt_and_answer(client: openai.OpenAI, grpc: Client, front:
     assert only.choices[0].logprobs.token_logprobs == values[:-3]
 
 
+@pytest.mark.parametrize("prompt", ["é", "naïve 你好 😀 a<|im_end|>b 😀😀", [200, 201, 40]])
+def test_tokens_within_a_character_begin_where_it_does(
+    client: openai.OpenAI, front: Fronted, prompt: str | list[int]
+) -> None:
+    asked: dict[str, Any] = {"model": front.model, "prompt": prompt, "max_tokens": 12, "seed": 1}
+    for echo in (True, False):
+        whole = client.completions.create(**asked, echo=echo, logprobs=0).choices[0]
+        events = client.completions.create(**asked, echo=echo, logprobs=0, stream=True)
+        streamed = [event.choices[0].logprobs for event in events]
+        assert whole.logprobs is not None
+        tokens, offsets = whole.logprobs.tokens or [], whole.logprobs.text_offset or []
+        assert [at for each in streamed if each is not None for at in each.text_offset or []] == offsets
+        assert offsets == sorted(offsets)
+        for token, at in zip(tokens, offsets, strict=True):
+            assert "\ufffd" in token or at >= len(whole.text) or whole.text[at:].startswith(token)
+        if echo and isinstance(prompt, str):
+            assert any("\ufffd" in token for token in tokens)
+
+
 def test_a_chat_whole_and_streamed(client: openai.OpenAI, grpc: Client, front: Fronted) -> None:
     expected = grpc.generate(messages=CHAT, max_tokens=30, temperature=0.0, ignore_eos=True)
     found = client.chat.completions.create(model=front.model, messages=CHAT, max_tokens=30, **GREEDY)
