@@ -117,7 +117,7 @@ class TextFormat(Part):
     @model_validator(mode="after")
     def _schema_is_there(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("a schema belongs to the type json_schema")
+            raise ValueError("the type json_schema needs the field schema, and no other type has it")
         return self
 
     def of_chat(self) -> ResponseFormat:

@@ -255,7 +255,7 @@ class ResponseFormat(Part):
     @model_validator(mode="after")
     def _schema_is_there(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema")
+            raise ValueError("the type json_schema needs the field json_schema, and no other type has it")
         return self
 
 

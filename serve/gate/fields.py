@@ -45,10 +45,26 @@ def explained(kind: type[BaseModel], values: dict[str, Any], errors: Sequence[Er
         param += "." + entry.get("ctx", {})["discriminator"].strip("'")
     if entry["type"] in ("missing", "union_tag_not_found"):
         return ApiError(400, f"The field {param!r} is missing.", code="missing_field", param=param)
-    given = json.dumps(entry["input"], default=str)
+    if entry["type"] == "value_error":  # one of ours
+        return ApiError(400, f"{param}: {entry.get('ctx', {})['error']}.", code="invalid_value", param=param)
+    value = entry["input"]
+    if entry["type"] == "union_tag_invalid":  # it says that it is what is not known
+        name = entry.get("ctx", {})["discriminator"].strip("'")
+        param, value = f"{param}.{name}", value[name]
+    given = json.dumps(value, default=str)
     given = given if len(given) <= MAX_SHOWN else f"{given[: MAX_SHOWN - 3]}..."
-    rule = entry["msg"].partition(" after validation")[0]  # behind it stands a list's length, which is no rule
+    rule = _rule(entry)
     return ApiError(400, f"{param}: {rule[0].lower()}{rule[1:]}, not {given}.", code="invalid_value", param=param)
+
+
+def _rule(entry: ErrorDetails) -> str:
+    """What is wrong, in words of JSON and not of pydantic."""
+    context = entry.get("ctx", {})
+    if entry["type"] == "none_required":
+        return "input should be null"
+    if entry["type"] == "union_tag_invalid":
+        return f"input should be one of {context['expected_tags']}"
+    return entry["msg"].partition(" after validation")[0]  # behind it stands a list's length, which is no rule
 
 
 def _first(faults: list[_Fault]) -> _Fault:

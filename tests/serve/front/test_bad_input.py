@@ -80,7 +80,7 @@ def image(url: str) -> dict[str, Any]:
         (COMPLETION, {"modle": "x"}, "modle"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0.type"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.image_url"),
         (CHAT, {"messages": [{"role": "user", "content": [image("https://example.org/a.png")]}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [image("data:image/png;base64,AA==")]}]}, None),
