@@ -209,9 +209,10 @@ def volume(size: float) -> str:
 
 def count(number: float) -> str:
     """1 234 567 as "1.23 M"."""
+    rounded = float(f"{number:.3g}")  # 999.9 million are 1 G
     for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
+        if rounded >= size:
+            return f"{rounded / size:.3g}{letter}"
     return f"{number:.3g}"
 
 

@@ -10,11 +10,13 @@ from penjing.core.progress import (
     TerminalProgress,
     _flatten,
     clock,
+    count,
     megabytes,
     plural,
     print_table,
     printable,
     time_left,
+    volume,
 )
 
 
@@ -74,6 +76,18 @@ def test_sizes_for_messages():
         "538 MB",
         "14.2 GB",
     ]
+
+
+def test_numbers_that_round_up_have_the_next_unit():
+    assert [count(number) for number in (999, 999.4, 999.6, 99_950, 999_700_000, 1e9)] == [
+        "999",
+        "999",
+        "1 k",
+        "100 k",
+        "1 G",
+        "1 G",
+    ]
+    assert volume(999_751_680) == "1 GB"
 
 
 def test_brackets_of_names_are_shown(capsys, monkeypatch):
