@@ -16,7 +16,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.families.base import family_at
 from penjing.serve.fleet.change import alone
 from penjing.serve.fleet.names import adapter_settings
-from penjing.serve.fleet.state import read_fleet
+from penjing.serve.fleet.state import is_alive, read_fleet
 from penjing.serve.supervisor import state
 from penjing.serve.triton.adapter_list import (
     AdapterEntry,
@@ -111,7 +111,7 @@ def _models(port: int, said: str) -> tuple[list[_Model], str]:
 
 def _all(port: int) -> list[_Model]:
     fleet = read_fleet(port)
-    if fleet is not None and state.lives(fleet.pid):
+    if fleet is not None and is_alive(fleet):
         return [_Model(name, model["grpc_port"], Path(model["folder"])) for name, model in fleet.models.items()]
     found = state.read_state(port)
     if found is None or not state.is_running(port):

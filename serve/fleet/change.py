@@ -21,7 +21,7 @@ from penjing.core.config import Config
 from penjing.core.errors import ServerError, SetupError
 from penjing.core.files import atomic_write_text, writing
 from penjing.serve.fleet.plan import FleetModel
-from penjing.serve.fleet.state import FleetState, read_fleet
+from penjing.serve.fleet.state import FleetState, is_alive, read_fleet
 from penjing.serve.supervisor.state import is_running, lives, read_state, run_folder
 
 POLL_SECONDS = 0.05
@@ -135,7 +135,7 @@ def found_fleet(port: int) -> FleetState:
         SetupError: no server of models with names runs there.
     """
     found = read_fleet(port)
-    if found is None or not lives(found.pid):
+    if found is None or not is_alive(found):
         alone = read_state(port) if is_running(port) else None
         if alone is not None and alone.model and not alone.fleet_pid:
             raise SetupError(

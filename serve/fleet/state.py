@@ -9,7 +9,7 @@ from typing import Any
 
 from penjing.core.errors import SetupError
 from penjing.core.files import atomic_write_text
-from penjing.serve.supervisor.state import is_running, run_folder
+from penjing.serve.supervisor.state import is_running, lives, read_state, run_folder
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,16 @@ def read_fleet(port: int) -> FleetState | None:
         return None
 
 
+def is_alive(fleet: FleetState) -> bool:
+    """Whether the process that wrote it keeps models still. One that was killed leaves its file; since then other
+    servers may run on its ports, and another process may have its number."""
+    if not lives(fleet.pid):
+        return False
+    ports = [int(model["grpc_port"]) for model in fleet.models.values()]
+    servers = [read_state(port) for port in ports if is_running(port)]
+    return all(server is None or server.fleet_pid == fleet.pid for server in servers)
+
+
 def running_fleets() -> list[FleetState]:
     """Of all whose servers live."""
     ports = sorted(int(path.name.partition(".")[0]) for path in run_folder().glob("*.fleet.json"))
@@ -67,5 +77,7 @@ def running_fleets() -> list[FleetState]:
     return [
         state
         for state in states
-        if state is not None and any(is_running(model["grpc_port"]) for model in state.models.values())
+        if state is not None
+        and is_alive(state)
+        and any(is_running(model["grpc_port"]) for model in state.models.values())
     ]
