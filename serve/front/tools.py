@@ -73,7 +73,11 @@ class CallReader:
             self.is_cut = not self._arguments.found
             self._text, self._calling, self._arguments = "", False, None
         elif last:  # a call that was cut off is text, which the client may look at
-            self._say(parts, CALL_BEGIN + self._text if self._calling else self._text)
+            call = _unmarked(self._text, self.num_calls) if self._calling else None
+            if call is None:
+                self._say(parts, CALL_BEGIN + self._text if self._calling else self._text)
+            else:
+                self._call(parts, call)
             self._text, self._calling = "", False
         elif not self._calling:
             held = _held_back(self._text)
@@ -172,6 +176,13 @@ def _call_end(text: str, last: bool) -> int | None:
         end = text.find(CALL_END, length)
         return None if end < 0 else end
     return first if last else None
+
+
+def _unmarked(text: str, index: int) -> dict[str, Any] | None:
+    """A call that is complete but for the mark behind it, of which some may be there."""
+    start, body = text.find("{"), _ObjectEnd()
+    end = max(start, 0) + body.find(text[max(start, 0) :])
+    return _call(text[:end], index) if body.found and CALL_END.startswith(text[end:].strip()) else None
 
 
 def _held_back(text: str) -> int:

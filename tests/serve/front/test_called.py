@@ -99,6 +99,16 @@ def test_a_call_that_a_stop_text_cuts_off_is_not_told_as_complete(front: Scripte
     assert front.events(CHAT, BODIES[CHAT] | {"model": "m"})[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("length", range(CALL.rindex("}") + 1, len(CALL)))
+def test_a_call_that_lacks_only_its_mark_is_one(front: ScriptedFront, path: str, length: int) -> None:
+    """A whole answer told it as text: where the mark was a stop text, as other servers' clients ask for, or where no
+    tokens were left for it."""
+    front.script.pieces, front.script.reason = ["so ", CALL[:length]], "stop"
+    assert streamed(front, path) == whole(front, path)
+    assert whole(front, path)[-1] == ("call", '{"x": 1}')
+
+
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_text_before_and_behind_a_call_keeps_its_place(front: ScriptedFront, path: str) -> None:
     text = f"Before.\n{CALL}\nAfter."
