@@ -6,13 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from penjing.core.errors import PenjingError
 from penjing.core.text.detokenizer import IncrementalDetokenizer
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.client.wire_text import Chunk
@@ -33,7 +34,8 @@ async def complete(backend: Backend, request: Request) -> Response:
     ask = _ask(backend, body, exchange)
     tokenizer = None
     if body.echo or body.logprobs is not None:
-        tokenizer = await backend.upstream(ask.model).tokenizer()
+        with nullcontext() if body.echo else suppress(PenjingError):  # its folder may be gone, which only echo needs
+            tokenizer = await backend.upstream(ask.model).tokenizer()
     texts = _Texts(ask, body, [await _prompt(tokenizer, prompt, body) for prompt in ask.prompts], tokenizer)
     head = {
         "id": f"cmpl-{exchange.request_id}",
@@ -119,7 +121,7 @@ class _Texts:
     def __init__(self, ask: Ask, body: CompletionBody, prompts: Sequence[_Prompt], tokenizer: Tokenizer | None) -> None:
         self._ask, self._prompts, self._tokenizer = ask, prompts, tokenizer
         self._scores: dict[int, list[Entry | None] | None] = {}
-        self._offsets: dict[int, TextOffsets | None] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self._only_prompt = body.max_tokens == 0
         self._count = body.logprobs
         self._skip_special = body.skip_special_tokens is not False
@@ -142,7 +144,7 @@ class _Texts:
             begins = self._of_prompt(asked, entries)
             self._offsets[index] = self._of_answer(asked)
         offsets = self._offsets[index]
-        if self._count is None or offsets is None:
+        if self._count is None:
             return text, None
         if not self._only_prompt:
             entries = [*entries, *chunk.logprobs]
@@ -159,10 +161,10 @@ class _Texts:
         offsets = TextOffsets(IncrementalDetokenizer(self._tokenizer, skip_special=False))
         return [0] * asked.num_added + [offsets.push(*token) for token in tokens[asked.num_added :]]
 
-    def _of_answer(self, asked: _Prompt) -> TextOffsets | None:
-        if self._tokenizer is None:
-            return None
-        detokenizer = IncrementalDetokenizer(self._tokenizer, self._skip_special, asked.tail)
+    def _of_answer(self, asked: _Prompt) -> TextOffsets:
+        detokenizer = None
+        if self._tokenizer is not None and self._count is not None:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, self._skip_special, asked.tail)
         return TextOffsets(detokenizer, len(asked.text))
 
 

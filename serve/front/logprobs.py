@@ -15,16 +15,17 @@ class TextOffsets:
     """Where tokens begin in the text that they make, in characters; one within a character begins where that does.
 
     Args:
+        detokenizer: None adds up the tokens' own texts, in which such a one has a character of its own.
         at: characters before the first token.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, at: int = 0) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer | None, at: int = 0) -> None:
         self._detokenizer, self._at = detokenizer, at
 
     def push(self, token_id: int, text: str) -> int:
         """Where the next token begins, whose own text is given."""
         begin = self._at
-        piece = self._detokenizer.push(token_id)
+        piece = text if self._detokenizer is None else self._detokenizer.push(token_id)
         self._at += len(piece)
         return self._at - len(text) if "�" not in text and piece.endswith(text) else begin
 

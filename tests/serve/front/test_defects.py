@@ -55,3 +55,10 @@ def test_in_a_stream_it_is_an_event(front: ScriptedFront, path: str, caplog: pyt
     assert "secret" not in json.dumps(last)
     (record,) = (record for record in caplog.records if record.exc_info)
     assert "failed" in record.getMessage()
+
+
+def test_scores_need_nothing_of_the_models_folder(front: ScriptedFront) -> None:
+    """A model goes on when its folder has been moved or deleted."""
+    front.script.pieces = ["Hi"]
+    answer = front.ask("/v1/completions", {"model": "m", "prompt": "x", "logprobs": 1})
+    assert (answer.status, answer.json["choices"][0]["text"]) == (200, "Hi")
