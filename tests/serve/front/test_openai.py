@@ -56,7 +56,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, front: Fr
         model=front.model, prompt=PROMPT, max_tokens=600, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
     events = list(stream)
-    assert len(events) > 3
+    assert len(events) > 2  # what comes within 20 ms is joined: two pieces and the usage
     assert "".join(event.choices[0].text for event in events if event.choices) == whole.choices[0].text
     assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "length"
     assert events[-1].usage is not None
