@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -124,6 +125,8 @@ def _check_port(flag: str, host: str, port: int) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise SetupError(f"--host {host!r} is not an address of this machine: {error.strerror}") from None
             raise SetupError(
                 f"port {port} ({flag}) on {host} cannot be used: {error.strerror}; choose another with {flag}"
             ) from None

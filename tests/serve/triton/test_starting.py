@@ -166,8 +166,9 @@ def test_wrong_settings_are_refused_before_anything_starts(tiny_long: Path, tmp_
         supervisor.serve(tiny_long, config, engine_overrides=["max_num_sequence=3"])
     with pytest.raises(ConfigError, match="--grpc-port and --http-port are both"):
         check_ports(ServeConfig(grpc_port=http_port, http_port=http_port, metrics_port=metrics_port))
-    with pytest.raises(SetupError, match="--host 'nowhere'"):
-        check_ports(ServeConfig(host="nowhere"))
+    for host in ("nowhere", "192.0.2.1"):  # a name that is none, and an address for documents alone
+        with pytest.raises(SetupError, match=f"--host '{host}' is not an address of this machine"):
+            check_ports(ServeConfig(host=host))
     assert state.read_state(grpc_port) is None
 
 
