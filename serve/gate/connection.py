@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penjing.serve.gate.config import FrontLimits
@@ -41,6 +43,19 @@ class _Parser(httptools.HttpRequestParser):
         line = b"%b %b HTTP/%b" % (self.get_method(), self._connection.url, self.get_http_version().encode())
         headers = [b"%b: %b" % header for header in self._connection.headers if header[0] != b"upgrade"]
         return b"\r\n".join((line, *headers, b"", b""))
+
+
+def loop_factory(limits: FrontLimits) -> Callable[[], uvloop.Loop]:
+    """Event loops whose servers wait for the beginning and the end of TLS as long as for headers: uvicorn leaves the
+    loop's minute, and a connection is one of its own only when TLS has begun."""
+
+    class Loop(uvloop.Loop):
+        async def create_server(self, *arguments: Any, ssl: Any = None, **named: Any) -> Any:
+            if ssl is not None:
+                named |= {"ssl_handshake_timeout": limits.header_timeout, "ssl_shutdown_timeout": limits.header_timeout}
+            return await super().create_server(*arguments, ssl=ssl, **named)
+
+    return Loop
 
 
 def connection_class(limits: FrontLimits) -> type[asyncio.Protocol]:

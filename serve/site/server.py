@@ -11,7 +11,7 @@ import uvicorn
 import uvloop
 
 from penjing.serve.gate.config import MODELS, VARIABLE, FrontJob
-from penjing.serve.gate.connection import connection_class
+from penjing.serve.gate.connection import connection_class, loop_factory
 from penjing.serve.gate.log import open_log
 from penjing.serve.site.app import Front
 from penjing.serve.site.process import ALIVE, BEAT_SECONDS, READY
@@ -82,7 +82,7 @@ def main() -> None:
     job = FrontJob.model_validate_json(os.environ[VARIABLE])
     os.umask(0o077)  # what this process writes is its owner's
     open_log(job.log)
-    uvloop.run(_run(job))
+    uvloop.run(_run(job), loop_factory=loop_factory(job.front.limits))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A connection: its times, where the front's process itself was kept from running, offers of other protocols, and one
-too many."""
+"""A connection: its times, where the front's process itself was kept from running, offers of other protocols, one too
+many, and TLS that does not begin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import uvicorn
 import uvloop
 
 from penjing.serve.gate.config import FrontLimits
-from penjing.serve.gate.connection import connection_class
+from penjing.serve.gate.connection import connection_class, loop_factory
+from tests.serve.certificates import localhost_certificate
 
 HEADER_TIMEOUT = 0.3
 
@@ -37,9 +39,11 @@ async def echo(scope: dict[str, Any], receive: Any, send: Callable[[dict[str, An
 
 
 @asynccontextmanager
-async def served(app: Any, **limits: Any) -> AsyncIterator[uvicorn.Server]:
+async def served(app: Any, tls: tuple[Path, Path] | None = None, **limits: Any) -> AsyncIterator[uvicorn.Server]:
     connections = connection_class(FrontLimits(**limits))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, http=connections, ws="none", lifespan="off", log_config=None))
+    files: dict[str, Any] = {} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}
+    config = uvicorn.Config(app, port=0, http=connections, ws="none", lifespan="off", log_config=None, **files)
+    server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
@@ -144,3 +148,18 @@ def test_one_connection_too_many_gets_its_answer_while_it_still_sends() -> None:
     assert b" 503 " in refused[:20]
     assert b"Too many connections" in refused
     assert b" 200 " in taken[:20]
+
+
+async def seconds_of_silence(tls: tuple[Path, Path]) -> float:
+    """Until a server ends a connection on which TLS never begins."""
+    async with served(empty, tls) as server:
+        with connected(server) as connection:
+            began = time.monotonic()
+            assert await asyncio.to_thread(connection.recv, 4096) == b""
+            return time.monotonic() - began
+
+
+def test_who_does_not_begin_tls_is_not_waited_for(tmp_path: Path) -> None:
+    limits = FrontLimits(header_timeout=HEADER_TIMEOUT)
+    tls = localhost_certificate(tmp_path)
+    assert uvloop.run(seconds_of_silence(tls), loop_factory=loop_factory(limits)) < 10
