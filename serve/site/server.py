@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import resource
 import signal
 from contextlib import suppress
 
 import uvicorn
 import uvloop
 
-from penjing.serve.gate.config import MODELS, VARIABLE, FrontJob
+from penjing.serve.gate.config import MODELS, VARIABLE, FrontJob, FrontLimits
 from penjing.serve.gate.connection import connection_class, loop_factory
 from penjing.serve.gate.log import open_log
 from penjing.serve.site.app import Front
@@ -18,7 +20,29 @@ from penjing.serve.site.process import ALIVE, BEAT_SECONDS, READY
 
 STDIN = 0
 MAX_READ = 1 << 16
+SPARE_DESCRIPTORS = 200  # for logs, pipes and models
 GRACE_SECONDS = 3  # for answers that are under way when the process shall end
+
+
+log = logging.getLogger("penjing.front")
+
+
+def allow_descriptors(limits: FrontLimits) -> None:
+    """Let this process have a descriptor for each connection, and for each that is refused and still read: most systems
+    give 1024 unless asked for more, and what came beyond them would be reset without an answer."""
+    wanted = 2 * limits.max_connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < found:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (found, hard))
+    if found < wanted:
+        log.warning(
+            "max_connections=%d may need %d open files, and the system allows %d; lower the one or raise the other "
+            "with ulimit -n",
+            limits.max_connections,
+            wanted,
+            found,
+        )
 
 
 def uvicorn_config(front: Front) -> uvicorn.Config:
@@ -82,6 +106,7 @@ def main() -> None:
     job = FrontJob.model_validate_json(os.environ[VARIABLE])
     os.umask(0o077)  # what this process writes is its owner's
     open_log(job.log)
+    allow_descriptors(job.front.limits)
     uvloop.run(_run(job), loop_factory=loop_factory(job.front.limits))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,18 @@ def test_flags_without_a_port_are_refused() -> None:
 def test_where_it_is_found(changes: dict[str, Any], url: str, local: bool) -> None:
     config = FrontConfig.model_validate({"port": 8080} | changes)
     assert (config.url, config.is_local) == (url, local)
+
+
+@pytest.mark.parametrize(("soft", "hard", "found"), [(100, 1000, 700), (100, 300, 300), (900, 1000, 900)])
+def test_there_are_descriptors_for_as_many_connections_as_may_come(soft: int, hard: int, found: int) -> None:
+    """Most systems let a process have 1024 unless it asks for more: what came beyond these was reset, not refused."""
+    code = (
+        "import resource, sys; from penjing.serve.gate.config import FrontLimits; "
+        "from penjing.serve.site.server import SPARE_DESCRIPTORS, allow_descriptors; "
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "
+        "allow_descriptors(FrontLimits(max_connections=(700 - SPARE_DESCRIPTORS) // 2)); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert said.stdout.strip() == f"({found}, {hard})"
+    assert ("ulimit -n" in said.stderr) == (hard < 700)
