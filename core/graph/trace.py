@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -24,6 +26,21 @@ from penjing.core.graph.operators import described, name_of_target
 
 Axes = Mapping[str, Mapping[int, str]]
 BATCH = "batch"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What torch logs and prints of a network that it cannot export, on dozens of lines: its error says the same."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -76,20 +93,75 @@ def from_torch(
     return Network(graph_module, config, {name: given[name] for name, _ in inputs})
 
 
+def trace(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], dynamic: Axes | None) -> Network:
+    """`from_torch` with twos for the example's ones in the axes that may differ. Where the module takes no twos, those
+    axes are fixed.
+
+    Raises:
+        InputError: see `from_torch`; or the module has no such input or axis, or does not run on its example.
+    """
+    values, spec = pytree.tree_flatten((args, named))
+    names = _input_names(model, args, named)
+    _check_axes(dynamic or {}, model, names, values)
+    axes = [{0: BATCH} if dynamic is None else dynamic.get(name, {}) for name in names]
+    more_args, more_named = pytree.tree_unflatten(without_ones(values, axes), spec)
+    try:
+        return from_torch(model, more_args, keyword=more_named, dynamic=dynamic)
+    except InputError:
+        if _refusal(model.eval(), more_args, more_named) is None:
+            raise
+    if (error := _refusal(model, args, named)) is not None:
+        raise InputError(
+            f"{type(model).__name__} does not run on its example: {first_line(error)}; mend the network, or give "
+            "another example"
+        ) from error
+    return from_torch(model, args, keyword=named, dynamic={} if dynamic is None else dynamic)
+
+
 def _doubled(
     args: tuple[Any, ...], named: dict[str, Any], dynamic: Axes | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Batches of one as batches of two: a size of one is taken for a constant by torch.export."""
+    """Batches of one as batches of two, if nobody said which axes are open."""
     if dynamic is not None:
         return args, named
+    values, spec = pytree.tree_flatten((args, named))
+    return pytree.tree_unflatten(without_ones(values, [{0: BATCH}] * len(values)), spec)
 
-    def twice(value: Any) -> Any:
-        return torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim else value
 
-    tensors = [value for value in pytree.tree_leaves((args, named)) if isinstance(value, Tensor) and value.ndim]
-    if any(len(value) != 1 for value in tensors):
-        return args, named
-    return pytree.tree_map(twice, (args, named))
+def without_ones(values: Sequence[Any], axes: Sequence[Mapping[int, str]]) -> list[Any]:
+    """Axes of `values` that are named and show a one, twice as long: torch.export takes a size of one for a constant.
+
+    Args:
+        values: tensors, and what else an example holds, which stays.
+        axes: for each of them axis → name. Where another axis of the same name shows another size, a one stays.
+    """
+    said = [
+        {axis: word for axis, word in each.items() if isinstance(value, Tensor) and 0 <= axis < value.ndim}
+        for value, each in zip(values, axes, strict=True)
+    ]
+    shown = [(word, value.shape[axis]) for value, each in zip(values, said, strict=True) for axis, word in each.items()]
+    ones = {word for word, _ in shown} - {word for word, size in shown if size != 1}
+    sizes = [
+        [2 if each.get(axis) in ones else 1 for axis in range(value.ndim)] if each else []
+        for value, each in zip(values, said, strict=True)
+    ]
+    return [value.repeat(each) if 2 in each else value for value, each in zip(values, sizes, strict=True)]
+
+
+def fixed_axes(network: Network, dynamic: Axes) -> list[str]:
+    """Axes of `dynamic` ("x:2=length") of which the network takes the size of its example alone."""
+    opened = {size for one in network.config.inputs for size in one.shape}
+    said = [(name, axis, word) for name, axes in dynamic.items() for axis, word in axes.items()]
+    return [f"{name}:{axis}={word}" for name, axis, word in said if word not in opened]
+
+
+def _refusal(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Exception | None:
+    try:
+        with torch.no_grad():
+            model(*args, **named)
+    except Exception as error:  # code of anybody's
+        return error
+    return None
 
 
 def _export(
@@ -101,7 +173,7 @@ def _export(
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)  # it is one operator that nothing else computes
     try:
-        with torch.no_grad(), without_stacks(), warnings.catch_warnings():
+        with torch.no_grad(), without_stacks(), quiet(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # recurrent layers flatten weights
             program = _exported(model, args, named, dynamic)
     except InputError:
@@ -121,7 +193,7 @@ def _export(
     for name in program.graph_signature.user_inputs:
         value = values.get(str(name))
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
-            if not isinstance(size, int):
+            if not isinstance(size, int) and _fixed_at(size) is None:
                 wanted = BATCH if axes is None else (axes.get(str(name).lower()) or {}).get(axis, f"{name}_{axis}")
                 equal = shown.setdefault(wanted, size.node.hint) == size.node.hint
                 symbols.setdefault(str(size), wanted if equal else f"{name}_{axis}")
@@ -270,14 +342,21 @@ def _spec(name: str, value: Tensor, symbols: Mapping[str, str]) -> TensorSpec:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in DTYPE_NAMES:
         raise InputError(f"{name} is {dtype}; inputs and outputs are {', '.join(DTYPE_NAMES)}")
-    shape = tuple(
-        size if isinstance(size, int) else symbols.get(str(size), _spoken(size, symbols)) for size in value.shape
-    )
+    shape = tuple(_spoken(size, symbols) if (fixed := _fixed_at(size)) is None else fixed for size in value.shape)
     return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
+def _fixed_at(size: Any) -> int | None:
+    """The number that a size is; also that of an axis that was open, and of which the network takes this size alone."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr) if size.node.expr.is_number else None
+
+
 def _spoken(size: Any, symbols: Mapping[str, str]) -> str:
-    """A size that is computed from others, in their names: "batch*49"."""
+    """The name of a size, or one that is computed from others, in their names: "batch*49"."""
+    if str(size) in symbols:
+        return symbols[str(size)]
     found = size.node.expr
     named = {symbol: type(symbol)(symbols.get(str(symbol), str(symbol)), integer=True) for symbol in found.free_symbols}
     return str(found.xreplace(named)).replace(" ", "")  # axes of one name are one: Min(batch, batch) is batch

@@ -20,7 +20,7 @@ from penjing.core.graph.compare import CLOSE, MOST
 from penjing.core.graph.config import DTYPE_NAMES, Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.passes import simplify
-from penjing.core.graph.trace import from_torch
+from penjing.core.graph.trace import fixed_axes, trace
 from penjing.core.imports.graph_tokenizer import tokenizer_file, with_tokenizer
 from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
@@ -131,12 +131,15 @@ def import_graph(
             network,
             created_by | {"license": "unknown", "parity": parity, "passes": [gain.described() for gain in gains]},
         )
-    said = ", ".join(map(str, (*network.config.inputs, *network.config.outputs)))
+    tensors = ", ".join(map(str, (*network.config.inputs, *network.config.outputs)))
     nodes = sum(node.op == "call_function" for node in network.module.graph.nodes)
     progress.note(
-        f"{out}: {plural(nodes, 'operator')}, {parameters_of(network.module) / 1e6:.3g} million parameters ({said}); "
-        f"its answers are {parity['distance']:.1e} of their scale from those of {parity['oracle']}{_accepted(parity)}"
+        f"{out}: {plural(nodes, 'operator')}, {parameters_of(network.module) / 1e6:.3g} million parameters "
+        f"({tensors}); its answers are {parity['distance']:.1e} of their scale from those of {parity['oracle']}"
+        f"{_accepted(parity)}"
     )
+    for said in fixed_axes(network, options.dynamic or {}):
+        progress.note(f"--dynamic {said}: the network takes one size alone there, so it is fixed")
     return out
 
 
@@ -172,7 +175,7 @@ def _from_code(source: str, kind: Kind, options: GraphOptions) -> tuple[Network,
     if options.weights is not None:
         load_weights(found.module, options.weights)
     found = _with_example(found, options, source)
-    network = from_torch(found.module, found.example, keyword=found.keyword, dynamic=options.dynamic or found.dynamic)
+    network = trace(found.module, tuple(found.example), dict(found.keyword), options.dynamic or found.dynamic)
     config = network.config
     if found.pixels is not None:
         config = config.model_copy(update={"pixels": found.pixels})

@@ -14,7 +14,7 @@ from penjing.core.errors import InputError
 from penjing.core.graph.compare import CLOSE, HALF, Measure, farthest, judged, widened
 from penjing.core.graph.config import Meaning, Pixels
 from penjing.core.graph.network import Network, tensors_of
-from penjing.core.graph.trace import from_torch
+from penjing.core.graph.trace import from_torch, without_ones
 from penjing.core.onnx_reader.example import Input, candidates, inputs_of
 from penjing.core.onnx_reader.file import read_onnx
 from penjing.core.onnx_reader.module import OnnxModule
@@ -69,8 +69,6 @@ def from_onnx(
         raise InputError(f"{name}: every input is fixed, so there is nothing to compress")
     example = _suiting(oracle, inputs, shapes or {}, values)
     module = OnnxModule(model, name, values)
-    with torch.no_grad():
-        module(*[example[one.name] for one in inputs])
     axes = (
         {one.name: dict(one.names) for one in inputs}
         if dynamic is None
@@ -85,6 +83,9 @@ def from_onnx(
                     f"{name}: --dynamic {one.name}:{axis}={word}: the input has {len(one.shape)} axes, "
                     f"0 to {len(one.shape) - 1}"
                 )
+    example = _open(oracle, example, axes, values)
+    with torch.no_grad():
+        module(*[example[one.name] for one in inputs])
     network = from_torch(
         module,
         [example[one.name] for one in inputs],
@@ -127,6 +128,20 @@ def _suiting(
                 return example
     assert first is not None
     raise InputError(f"{first}; say a shape that suits it with --input NAME:1x3x48x320")
+
+
+def _open(
+    oracle: Oracle, example: dict[str, Tensor], axes: Mapping[str, Mapping[int, str]], values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The example with twos for ones in open axes, if ONNX Runtime takes it so: a one would be taken for a constant."""
+    more = dict(zip(example, without_ones(list(example.values()), [axes[name] for name in example]), strict=True))
+    if all(more[name] is value for name, value in example.items()):
+        return example
+    try:
+        oracle.answers({**more, **values})
+    except InputError:
+        return example
+    return more
 
 
 def _compared(

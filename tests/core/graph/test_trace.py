@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from penjing.core.errors import InputError
 from penjing.core.graph.network import Network, operator_name
-from penjing.core.graph.trace import from_torch
+from penjing.core.graph.trace import from_torch, without_ones
 from tests.core.graph.networks import Attention, Residual
 
 
@@ -102,6 +102,13 @@ def test_axes_of_one_name_are_one() -> None:
     axes = {"x": {0: "rows"}, "mask": {0: "rows"}}
     network = from_torch(Masked().eval(), (torch.randn(3, 6), torch.randn(3, 3)), dynamic=axes)
     assert [spec.shape[0] for spec in (*network.config.inputs, *network.config.outputs)] == ["rows"] * 4
+
+
+def test_ones_become_twos_where_all_axes_of_a_name_have_them() -> None:
+    x, y, z = torch.randn(1, 6), torch.randn(1, 1), torch.randn(3, 1)
+    axes = [{0: "rows", 1: "long"}, {0: "rows", 1: "wide"}, {0: "deep", 1: "long"}]
+    shapes = [tuple(value.shape) for value in without_ones([x, y, z, 7], [*axes, {0: "rows"}])[:3]]
+    assert shapes == [(2, 6), (2, 2), (3, 1)]
 
 
 class Joined(nn.Module):

@@ -49,7 +49,7 @@ def test_sizes_that_a_network_computes_stay_open(tmp_path: Path) -> None:
 
 
 def small(
-    *nodes: onnx.NodeProto, opset: int = 17, shape: Sequence[int] | None = (2, 3), **weights: torch.Tensor
+    *nodes: onnx.NodeProto, opset: int = 17, shape: Sequence[int | str] | None = (2, 3), **weights: torch.Tensor
 ) -> onnx.ModelProto:
     graph = helper.make_graph(
         list(nodes),
@@ -144,6 +144,16 @@ def test_a_fixed_value_must_be_one_of_its_type(value: float, tmp_path: Path) -> 
 def test_an_axis_that_an_input_has_not_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="x:7=foo: the input has 2 axes, 0 to 1"):
         from_onnx(written(tmp_path / "a.onnx", small(RELU)), dynamic={"x": {7: "foo"}})
+
+
+def test_an_axis_that_a_file_leaves_open_stays_so_where_the_example_has_one_row(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.onnx", small(RELU, shape=("n", 3)))
+    assert from_onnx(path, shapes={"x": (1, 3)}).network.config.inputs[0].shape == ("n", 3)
+
+
+def test_an_axis_that_a_file_fixes_at_one_is_fixed(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.onnx", small(RELU, shape=(1, 3)))
+    assert from_onnx(path, dynamic={"x": {0: "n"}}).network.config.inputs[0].shape == (1, 3)
 
 
 class Flat(nn.Module):
