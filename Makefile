@@ -81,6 +81,8 @@ format: $(STAMP) ## rewrite the sources in the house format
 recipes-doc: $(STAMP) ## write docs/recipes.md anew from the settings' descriptions
 	$(BIN)/python -m penjing.core.recipe_keys > build/recipes.md
 	@mv build/recipes.md docs/recipes.md
+	$(BIN)/python -m penjing.core.recipe_keys names > build/recipe_names.json
+	@mv build/recipe_names.json core/recipe_names.json
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,curate,docs]'

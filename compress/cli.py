@@ -112,7 +112,9 @@ def compress(
     - `penjing compress recipes/resnet-fashion-pruned.toml --set steps.0.ratio=0.2`
     - `penjing compress recipes/smollm2-int8.toml --set steps.0.lm_head=keep`
     """
-    refuse_early(recipe, overrides, "compress")
+    from penjing.compress.old_grammar import OLDER
+
+    refuse_early(recipe, overrides, "compress", OLDER)
     from penjing.compress.run import run_recipe
     from penjing.core.progress import progress_bar
 

@@ -9,6 +9,8 @@ from penjing.core.errors import ConfigError
 
 SECTIONS = ("transform", "quantize", "calibration", "calibrate", "texts", "bounds")
 
+OLDER = (*SECTIONS, "int8")  # keys of it, at any depth
+
 
 def refuse_old_sections(values: dict[str, Any], source: str) -> None:
     """Refuse a recipe of the older grammar.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,23 +34,25 @@ def _refuse_missing(folder: Path | None) -> Path | None:
     return folder
 
 
-def refuse_early(path: Path, overrides: list[str] | None, stage: StageName) -> None:
-    """What is wrong with a recipe's name, form or stage, or the folder of its model, before a command imports what
-    takes seconds. A pipe, which can be read once, is left to the command.
+def refuse_early(path: Path, overrides: list[str] | None, stage: StageName, older: Collection[str] = ()) -> None:
+    """What is wrong with a recipe's name, form, stage or keys, or the folder of its model, before a command imports
+    what takes seconds. A pipe, which can be read once, and `older` keys are left to the command.
 
     Raises:
-        ConfigError: see `read_recipe` and `check_stage`.
+        ConfigError: see `read_recipe`, `check_stage` and `check_keys`.
         InputError: there is no such folder.
     """
     from penjing.core.config import read_recipe
     from penjing.core.errors import InputError
-    from penjing.core.family import check_folder
-    from penjing.core.recipes import check_stage
+    from penjing.core.family import check_folder, from_elsewhere
+    from penjing.core.recipes import check_keys, check_stage
 
     if path.exists() and not path.is_file() and not path.is_dir():
         return
     values = read_recipe(path, overrides)
     check_stage(values, str(path), stage)
+    if not from_elsewhere():
+        check_keys(values, str(path), stage, older)
     key = "initial" if stage == "train" else "model"
     if isinstance(model := values.get(key), str):
         try:

@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -23,6 +23,8 @@ class Config(BaseModel):
     """Base of every configuration: frozen, and an unknown key is an error that lists the valid ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    OTHERS: ClassVar[tuple[str, ...]] = ()
+    """Keys that are no fields, which a validator takes as another spelling or refuses with a reason."""
 
 
 def parse_config(config_type: type[C], values: dict[str, Any], source: str, prefix: str = "") -> C:

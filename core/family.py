@@ -129,6 +129,11 @@ def names_of(stage: str) -> list[FamilyName]:
     return found
 
 
+def from_elsewhere() -> bool:
+    """Whether packages besides penjing bring families, and so settings of their own."""
+    return bool(_packages())
+
+
 @cache
 def _packages() -> dict[FamilyName, str]:
     return {entry.name: entry.value for entry in entry_points(group=GROUP) if entry.name not in FAMILIES}

@@ -1,6 +1,7 @@
 """Every key of a recipe, with its type, default and meaning, read from the settings' own descriptions.
 
     python -m penjing.core.recipe_keys > docs/recipes.md
+    python -m penjing.core.recipe_keys names > core/recipe_names.json
 
 `penjing recipe keys` shows the same. Where a section has several forms, told apart by one of its keys, each form is a
 section of its own: "steps.quantize" is `[[steps]]` with kind = "quantize", "data.text" is `[data]` with kind = "text".
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -68,6 +71,8 @@ class Section:
         name: such as "steps.prune"; "" is the part of the file before all tables.
         table: such as "[[steps]]"; "" likewise.
         told: what tells it from other forms of that table, such as 'kind = "prune"'; "" where there is one form.
+        others: keys that are taken or refused by a validator, see `Config.OTHERS`.
+        free: it stands in the table under names that the user chooses.
     """
 
     name: str
@@ -75,6 +80,8 @@ class Section:
     told: str
     about: str
     keys: tuple[Key, ...]
+    others: tuple[str, ...] = ()
+    free: bool = False
 
     @property
     def heading(self) -> str:
@@ -174,6 +181,25 @@ def page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def names_file() -> str:
+    """The whole of core/recipe_names.json: of each stage a line a section, with its name, the key and the value that
+    tell it from other forms, and its keys."""
+    stages = []
+    for stage in RECIPES:
+        lines = []
+        for section in [each for each in recipe_sections(stage) if not each.free]:
+            teller, _, value = section.told.partition(", of ")[0].partition(" = ")
+            names = [
+                section.name,
+                teller,
+                value.strip('"'),
+                list(dict.fromkeys([*(key.name for key in section.keys), *section.others])),
+            ]
+            lines.append(f"    {json.dumps(names)}")
+        stages.append(f"  {json.dumps(stage)}: [\n" + ",\n".join(lines) + "\n  ]")
+    return "{\n" + ",\n".join(stages) + "\n}\n"
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """A walk over a recipe's classes; `forms` are those of lists whose entries a registry tells apart."""
@@ -194,8 +220,10 @@ class _Recipe:
             default = getattr(values, key) if values is not None else _default(field)
             shown = "" if isinstance(default, BaseModel) else _toml(default)
             keys.append(Key(key, type_text(field.annotation, field.metadata), shown, _meaning(field)))
-            inside += self.inside(field, _joined(name, key), _joined(table.strip("[]"), key), default)
-        yield Section(name, table, told, _about(kind), tuple(keys))
+            free = get_origin(field.annotation) is dict
+            sections = self.inside(field, _joined(name, key), _joined(table.strip("[]"), key), default)
+            inside += [replace(section, free=section.free or free) for section in sections]
+        yield Section(name, table, told, _about(kind), tuple(keys), getattr(kind, "OTHERS", ()))
         yield from inside
 
     def inside(self, field: FieldInfo, name: str, place: str, default: Any) -> Iterator[Section]:
@@ -320,4 +348,4 @@ def _default_text(key: Key) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(names_file() if sys.argv[1:] == ["names"] else page(), end="")

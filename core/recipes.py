@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +107,41 @@ def check_stage(values: dict[str, Any], source: str, stage: StageName) -> None:
         raise ConfigError(
             f"{source} is a recipe of 'penjing {command_of(found)}', not of 'penjing {command_of(stage)}'"
         )
+
+
+def check_keys(values: dict[str, Any], source: str, stage: StageName, older: Collection[str] = ()) -> None:
+    """Refuse keys that no recipe of a stage has, by the list of names that is kept beside this file: the settings
+    themselves take seconds to import. What only some forms of a section have is left to them, and so are `older` keys.
+
+    Raises:
+        ConfigError: there is such a key; `source` names the recipe.
+    """
+    text = (Path(__file__).parent / "recipe_names.json").read_text(encoding="utf-8")
+    sections: list[tuple[str, str, str, list[str]]] = json.loads(text)[stage]
+
+    def forms(owner: str, entry: dict[str, Any]) -> list[tuple[str, list[str]]]:
+        return [
+            (name, keys)
+            for name, teller, value, keys in sections
+            if (name == owner and not teller)
+            or (teller and name.startswith(f"{owner}.") and entry.get(teller) == value)
+        ]
+
+    def walk(entry: dict[str, Any], found: list[tuple[str, list[str]]], where: str) -> None:
+        valid = sorted({key for _, keys in found for key in keys})
+        for key, value in entry.items() if found else ():
+            if key not in valid and key not in older:
+                near = difflib.get_close_matches(key, valid, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ConfigError(f"{source}: unknown key {where + key!r}{hint} Valid keys: {', '.join(valid)}")
+            many = isinstance(value, list)
+            for place, each in enumerate(value if many else [value]):
+                if isinstance(each, dict):
+                    owners = [f"{name}.{key}" if name else key for name, _ in found]
+                    inside = [form for owner in owners for form in forms(owner, each)]
+                    walk(each, inside, f"{where}{key}.{place}." if many else f"{where}{key}.")
+
+    walk(values, forms("", values), "")
 
 
 def command_of(stage: StageName) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -144,6 +144,8 @@ class PreferenceData(RowData):
 class RolloutData(DataConfig):
     """Answers that the model samples itself, to the prompts of [prompts]."""
 
+    OTHERS: ClassVar[tuple[str, ...]] = ("top_p", "top_k", "min_p")
+
     kind: Literal["rollouts"] = Field(description="Answers that the model samples itself, to [prompts].")
     batch_size: int = Field(gt=0, description="Prompts of one update over all processes.")
     micro_batch: int | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
@@ -183,7 +185,7 @@ class RolloutData(DataConfig):
     @model_validator(mode="before")
     @classmethod
     def _from_all_tokens(cls, values: dict[str, Any]) -> dict[str, Any]:
-        for name in ("top_p", "top_k", "min_p"):
+        for name in cls.OTHERS:
             if name in values:
                 raise ValueError(
                     f"{name} would sample from a part of the tokens, whose probabilities are not those that are "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,8 @@ from penjing.core.config import Config
 
 class SourceSettings(Config):
     """Where samples come from, and how they are read."""
+
+    OTHERS: ClassVar[tuple[str, ...]] = ("images",)
 
     source: str | None = Field(
         default=None,
