@@ -66,10 +66,10 @@ class Network:
         Raises:
             InputError: it cannot be exported, or uses an operator that penjing does not know; says which.
         """
-        from penjing.core.graph.trace import from_torch
+        from penjing.core.graph.trace import trace
 
         example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
-        found = from_torch(model, example, dynamic=dynamic, meaning=meaning, labels=labels, pixels=pixels)
+        found = trace(model, example, {}, dynamic, meaning=meaning, labels=labels, pixels=pixels)
         return cls(_with_tokenizer(found.copy(), tokenizer))
 
     @classmethod

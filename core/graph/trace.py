@@ -93,9 +93,11 @@ def from_torch(
     return Network(graph_module, config, {name: given[name] for name, _ in inputs})
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], dynamic: Axes | None) -> Network:
+def trace(
+    model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], dynamic: Axes | None, **config: Any
+) -> Network:
     """`from_torch` with twos for the example's ones in the axes that may differ. Where the module takes no twos, those
-    axes are fixed.
+    axes are fixed. `config`: meaning, labels and pixels.
 
     Raises:
         InputError: see `from_torch`; or the module has no such input or axis, or does not run on its example.
@@ -105,17 +107,21 @@ def trace(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], dynami
     _check_axes(dynamic or {}, model, names, values)
     axes = [{0: BATCH} if dynamic is None else dynamic.get(name, {}) for name in names]
     more_args, more_named = pytree.tree_unflatten(without_ones(values, axes), spec)
+    training = model.training
     try:
-        return from_torch(model, more_args, keyword=more_named, dynamic=dynamic)
+        return from_torch(model, more_args, keyword=more_named, dynamic=dynamic, **config)
     except InputError:
         if _refusal(model.eval(), more_args, more_named) is None:
             raise
-    if (error := _refusal(model, args, named)) is not None:
+        error = _refusal(model, args, named)
+    finally:
+        model.train(training)
+    if error is not None:
         raise InputError(
             f"{type(model).__name__} does not run on its example: {first_line(error)}; mend the network, or give "
             "another example"
         ) from error
-    return from_torch(model, args, keyword=named, dynamic={} if dynamic is None else dynamic)
+    return from_torch(model, args, keyword=named, dynamic={} if dynamic is None else dynamic, **config)
 
 
 def _doubled(

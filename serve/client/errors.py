@@ -18,7 +18,10 @@ from penjing.core.progress import plural
 _CONNECTION = ("failed to connect", "socket closed", "connection reset", "connection refused", "broken pipe", "goaway")
 _NOT_LOADED = ("not healthy", "no available versions", "is not ready", "server is stopping", "server not ready")
 _OTHER_MODEL = ("is not found", "decoupled transaction policy", "missing required input")  # than the one called for
-_WHAT_IS_THERE = "a model of another name or kind is served there, and 'penjing server status' shows what runs"
+_WHAT_IS_THERE = (
+    "a model of another name or kind is served there, and 'penjing server status' shows what runs; "
+    "Client(ADDRESS, model=NAME) asks it by its name"
+)
 _NO_ID = "[request id: <id_unknown>] "
 _QUEUE_FULL = "exceeds maximum queue size"  # of a queue in the server, in front of another backend
 _RETRY = re.compile(r"retry in (\d+(?:\.\d+)?) s")

@@ -71,14 +71,16 @@ def rollback_to_terminal(port: int, name: str) -> None:
 
 
 def show_models(port: int) -> None:
-    """Names, shares, states and folders."""
+    """Names, states, shares, ports and folders."""
     fleet = found_fleet(port)
     models = fleet.models
     table: dict[str, Any] = {}
     for name, model in models.items():
-        found = state.read_state(int(model["grpc_port"]))
+        port_of_model = int(model["grpc_port"])
+        found = state.read_state(port_of_model)
         share = {"share": f"{model['share']:.1%}"} if ":" in name else {}
-        table[name] = {"state": "starting" if found is None else found.state, **share, "folder": model["folder"]}
+        now = "starting" if found is None else found.state
+        table[name] = {"state": now, **share, "gRPC": port_of_model, "folder": model["folder"]}
     print_table(table)
     _say(f"changes are not kept when the server ends; this starts it as it is now: {fleet.command}")
 

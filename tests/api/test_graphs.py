@@ -46,6 +46,12 @@ def network() -> penjing.Network:
     return penjing.Network.from_torch(small(), torch.randn(4, 6))
 
 
+def test_a_named_axis_stays_open_where_the_example_has_one_row() -> None:
+    net = penjing.Network.from_torch(small(), torch.randn(1, 6), dynamic={"x": {0: "rows"}})
+    assert net.config.inputs[0].shape == ("rows", 6)
+    assert net(torch.randn(3, 6))[0].shape[0] == 3
+
+
 def test_a_torch_module_comes_in_is_kept_and_goes_out_as_onnx(tmp_path: Path) -> None:
     net, x = network(), torch.randn(3, 6)
     expected = small()(x)

@@ -235,7 +235,8 @@ def test_a_model_of_another_kind_is_told_as_one(status: str, details: str) -> No
         def details(self) -> str:
             return details
 
-    said = "a model of another name or kind is served there, and 'penjing server status' shows what runs"
+    said = "a model of another name or kind is served there, and 'penjing server status' shows what runs; "
+    said += "Client(ADDRESS, model=NAME) asks it by its name"
     assert str(call_failed(Failed(), "host:1").error) == f"host:1: {details}; {said}"
     streamed = refused("[request id: <id_unknown>] expected 1 inputs, but missing required input(s) ['text']. ").error
     assert str(streamed) == f"expected 1 inputs, but missing required input(s) ['text']; {said}"

@@ -36,5 +36,5 @@ def test_a_model_that_is_not_there_is_told_with_the_way_to_those_that_are() -> N
     assert isinstance(error, ServerError)
     assert str(error).endswith(
         "'llm' is not found; a model of another name or kind is served there, and "
-        "'penjing server status' shows what runs"
+        "'penjing server status' shows what runs; Client(ADDRESS, model=NAME) asks it by its name"
     )
