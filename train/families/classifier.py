@@ -113,7 +113,8 @@ class ImageClassification:
 
     def next_command(self, folder: Path) -> str:
         """See `Task`."""
-        return f"tensorboard --logdir {typed(self._recipe.run_folder)}" if self._recipe.monitor.tensorboard else ""
+        own = f" --set {typed(f'data.source={self._data.source}')}" if isinstance(self._data, SampleData) else ""
+        return f"penjing compress quantize {typed(folder)} {typed(f'{folder}-int8')}{own}"
 
 
 def _overruns(convolution: nn.Conv2d) -> bool:

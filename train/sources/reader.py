@@ -20,6 +20,7 @@ from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, Values
 
 NO_CLASS = -1
+_UNNAMED = "arr_0"  # what numpy.savez calls an array that nobody named
 Change = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 """What augmentation does with images (N, height, width, channels)."""
 
@@ -187,6 +188,11 @@ class Reader:
             by_name = dict(zip([spec.name for spec in specs], names, strict=True))
         elif len(specs) == len(names) == 1:
             by_name = {specs[0].name: names[0]}
+            if names[0] not in (specs[0].name, _UNNAMED):
+                self.note(
+                    f"{self.source.where} has no {specs[0].name}; its only tensor beside classes, {names[0]}, is taken "
+                    "for it"
+                )
         else:
             by_name = {spec.name: spec.name for spec in specs}
         if missing := [name for name in by_name.values() if name not in names]:

@@ -23,7 +23,7 @@ from penjing.train.data.stream import one_pass
 from penjing.train.families import classifier as vision
 from penjing.train.families.base import build_checkpoint_task, build_task
 from penjing.train.families.classifier import ImageClassification
-from penjing.train.recipe.data import FashionData
+from penjing.train.recipe.data import FashionData, SampleData
 from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train, train_task
 
@@ -87,6 +87,14 @@ def test_a_classifier_learns_and_is_loaded_with_its_accuracy(recipe: Path, tmp_p
     speeds = [record["images_per_s"] for record in records if "images_per_s" in record]  # others are alarms
     assert speeds
     assert min(speeds) > 0
+
+
+def test_the_next_command_makes_an_artifact_of_the_same_samples(recipe: Path, tmp_path: Path) -> None:
+    task = build_task(load_recipe(TrainRecipe, recipe), Silent())
+    assert task.next_command(tmp_path / "a") == f"penjing compress quantize {tmp_path}/a {tmp_path}/a-int8"
+    assert isinstance(task, ImageClassification)
+    task._data = SampleData(kind="samples", batch_size=4, source="my photos/")
+    assert task.next_command(Path("a")) == "penjing compress quantize a a-int8 --set 'data.source=my photos/'"
 
 
 def test_training_goes_on_from_a_classifier(recipe: Path, tmp_path: Path) -> None:

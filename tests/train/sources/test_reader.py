@@ -142,6 +142,17 @@ def test_tensors_go_by_name_or_place(tmp_path: Path) -> None:
         reader_of(tmp_path / "a.npz", Form((specs[0].model_copy(update={"shape": ("batch", 5)}), specs[1]))).batch([0])
 
 
+@pytest.mark.parametrize("name", ["x", "arr_0", "pictures"])
+def test_a_single_tensor_of_another_name_is_taken_and_said(tmp_path: Path, name: str) -> None:
+    np.savez(tmp_path / "a.npz", **{name: np.zeros((3, 2), np.float32)})  # type: ignore[arg-type]
+    notes: list[str] = []
+    reader = reader_of(tmp_path / "a.npz", Form((TensorSpec(name="x", dtype="float32", shape=("batch", 2)),)))
+    reader.note = notes.append
+    assert reader.batch([0, 1])[0]["x"].shape == (2, 2)
+    said = [f"{tmp_path}/a.npz has no x; its only tensor beside classes, pictures, is taken for it"]
+    assert notes == (said if name == "pictures" else [])
+
+
 def test_what_is_no_number_is_refused(tmp_path: Path) -> None:
     form = Form((TensorSpec(name="a", dtype="float32", shape=("batch", 2)),))
     np.savez(tmp_path / "a.npz", a=np.array([[1, np.inf], [np.nan, 1]], np.float32))
