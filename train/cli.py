@@ -91,6 +91,7 @@ def evaluate(
 
     Example: `penjing train evaluate recipes/smollm2-grpo.toml --model build/smollm2-grpo --samples 16`
     """
+    refuse_early(recipe, overrides, "train")
     from penjing.core.progress import print_table, progress_bar
     from penjing.train.align.evaluate import evaluate_answers
 
@@ -141,6 +142,7 @@ def simulate(
 
     Example: `penjing train simulate recipes/decoder-1b.toml --stages 32 --schedule interleaved --out timeline.svg`
     """
+    refuse_early(recipe, overrides, "train")
     from penjing.core.progress import print_table, progress_bar
     from penjing.train.plan.simulation import simulate_recipe
 
@@ -180,6 +182,7 @@ def plan(
     - `penjing train plan recipes/decoder-1b.toml --gpus 64 --memory 80GiB --out build/decoder-1b-64.toml`
     - `penjing train plan recipes/decoder-1b.toml --cluster cluster.toml`
     """
+    refuse_early(recipe, overrides, "train")
     from penjing.core.errors import ConfigError
     from penjing.train.plan.placement import Found
     from penjing.train.plan.planner import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penjing.compress.old_grammar import OLDER
-from penjing.core import cli_options, family
+from penjing.core import cli, cli_options, family
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.recipe_keys import names_file
 from penjing.core.recipes import StageName, check_keys, named_recipe, recipe_names, stage_of
@@ -72,6 +72,22 @@ def test_keys_of_families_from_elsewhere_are_left_to_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(family, "_packages", lambda: {"mine": "my_package"})
     with pytest.raises(InputError, match=r"build/net does not exist"):
         cli_options.refuse_early(*wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        (["evaluate", "smollm2-grpo", "--model", "build/a"], "penjing.train.align.evaluate"),
+        (["simulate", "decoder-1b", "--stages", "2"], "penjing.train.plan.simulation"),
+        (["plan", "decoder-1b", "--gpus", "8", "--memory", "80GiB"], "penjing.train.plan.planner"),
+    ],
+)
+def test_commands_beside_training_tell_it_before_their_imports(
+    command: list[str], module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it raises
+    assert cli._run(["train", *command, "--set", "stepps=3"]) == 2
+    assert "unknown key 'stepps'; did you mean 'steps'?" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported_before_an_unknown_key_is_told() -> None:
