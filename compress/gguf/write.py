@@ -45,6 +45,7 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
     import gguf
 
     config, source = checkpoint.config, str(checkpoint.folder)
+    _check_blocks(checkpoint)  # before minutes of work
     fields = architecture_fields(config, source) | tokenizer_fields(checkpoint.folder, config)
     writer = gguf.GGUFWriter(out, architecture_of(config, source))
     for key, value in fields.items():
@@ -68,6 +69,20 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
                 file.write(bytes(1 << 16))
         raise
     _check_written(checkpoint, out)
+
+
+def _check_blocks(checkpoint: Checkpoint) -> None:
+    """Refuse INT8 rows that are no whole blocks of Q8_0, by sizes alone.
+
+    Raises:
+        InputError: names the first tensor that has such.
+    """
+    for name in checkpoint.tensor_names:
+        if not name.endswith(BESIDE) and checkpoint.dtype(name) == "I8" and checkpoint.shape(name)[-1] % BLOCK:
+            raise InputError(
+                f"{checkpoint.folder}: {name} has rows of {checkpoint.shape(name)[-1]} numbers; Q8_0 needs a multiple "
+                f"of {BLOCK}: prune with round_to = {BLOCK}"
+            )
 
 
 def _check_written(checkpoint: Checkpoint, path: Path) -> None:

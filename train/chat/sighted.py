@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from penjing.core.errors import InputError
 from penjing.core.graph.config import Pixels
 from penjing.core.images.normalise import normalise
+from penjing.core.progress import plural
 from penjing.core.vision.sight import image_text
 from penjing.train.chat.held_out import prompt_key
 from penjing.train.chat.rows import Row, RowError, TooLongError
@@ -59,6 +60,7 @@ class SightTokens:
 
     Attributes: token: the image token, of which the tokenizer knows. rows: how many an image takes. read: what makes a
         picture of a file, or raises InputError. folder: where paths of images lie. longest: tokens of a row at most.
+        setting: what names `folder` in the recipe.
     """
 
     writer: ChatTokens
@@ -67,6 +69,7 @@ class SightTokens:
     read: Callable[[bytes], NDArray[np.uint8]]
     folder: Path
     longest: int
+    setting: str = "data.images"
 
     @property
     def _text(self) -> str:
@@ -84,7 +87,8 @@ class SightTokens:
         images = images if isinstance(images, list) else [] if images is None else [images]
         placeholders, texts = self._expanded({name: value for name, value in row.items() if name != "images"})
         if placeholders != len(images):
-            raise RowError(f"it has {len(images)} images, and {PLACEHOLDER} stands {placeholders} times in its texts")
+            held, stand = plural(len(images), "image"), plural(placeholders, "time")
+            raise RowError(f"it has {held}, and {PLACEHOLDER} stands {stand} in its texts")
         if not images:
             raise RowError("it has no image")
         text = self.writer.masked(texts)
@@ -130,11 +134,13 @@ class SightTokens:
 
     def _picture(self, value: Any) -> tuple[Picture, bytes]:
         """An image, and a hash of its file."""
+        encoded = b""
         try:
             encoded = encoded_image(value, self.folder, "images")
             image = self.read(encoded)
         except InputError as error:
-            raise RowError(f"an image cannot be read: {error}") from None
+            where = "" if encoded else f"; {self.setting} = {self.folder} is the folder of images that rows name"
+            raise RowError(f"an image cannot be read: {error}{where}") from None
         return lambda: image, hashlib.sha256(encoded).digest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -129,6 +130,16 @@ def test_what_q8_0_cannot_hold_is_refused(tiny_int8: Path, tmp_path: Path, capsy
     assert "is a file, so" in capsys.readouterr().err
     (tmp_path / "file").unlink()
     assert not list(tmp_path.iterdir())
+
+
+def test_widths_that_q8_0_cannot_hold_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    shapes = {"a.weight": (2, 64), "a.weight_scale": (2, 1), "b.weight": (2, 40), "norm.weight": (40,)}
+    kinds = {"a.weight": "I8", "a.weight_scale": "F32", "b.weight": "I8", "norm.weight": "F32"}
+    checkpoint = SimpleNamespace(
+        config=None, folder=Path("net"), tensor_names=tuple(shapes), shape=shapes.get, dtype=kinds.get
+    )
+    with pytest.raises(InputError, match=r"net: b\.weight has rows of 40 numbers; Q8_0 needs a multiple of 32"):
+        write_gguf(checkpoint, tmp_path / "net.gguf", Silent())  # type: ignore[arg-type]
 
 
 EXPORTS = """
