@@ -22,7 +22,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import atomic_write_bytes, publish_folder
 from penjing.core.graph import network as graph
 from penjing.core.graph.config import GraphConfig, Meaning, Pixels
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, plural
 
 RATE = 3e-4
 """Peak of a distill's learning rate: that of recipes/graph-int8.toml, for a network that has learnt already."""
@@ -364,7 +364,7 @@ def _check_inputs(inputs: Sequence[Any], config: GraphConfig) -> None:
     """Raises InputError unless these are tensors of the inputs' types and shapes; an axis with a name has one size."""
     takes = f"the network takes {', '.join(map(str, config.inputs))}"
     if len(inputs) != len(config.inputs):
-        raise InputError(f"{len(inputs)} inputs were given, {takes}")
+        raise InputError(f"{plural(len(inputs), 'input')} given, {takes}")
     sizes: dict[int | str, int] = {}
     for spec, value in zip(config.inputs, inputs, strict=True):
         if not isinstance(value, Tensor):

@@ -180,10 +180,11 @@ def preflight(recipe: Recipe, context: Context, work: Path) -> None:
 
 def _budget(recipe: Recipe, context: Context) -> str:
     guard = recipe.guard
-    points, cosine = f"{guard.accuracy_points:g} accuracy points", f"a mean cosine {guard.similarity_loss:g}"
+    few = "" if guard.accuracy_points == 1 else "s"
+    points, cosine = f"{guard.accuracy_points:g} accuracy point{few}", f"a mean cosine {guard.similarity_loss:g}"
     said = {
         "accuracy": f"{points} less than",
-        "agreement": f"{guard.accuracy_points:g} points of agreement less than",
+        "agreement": f"{guard.accuracy_points:g} point{few} of agreement less than",
         "perplexity": f"{guard.perplexity_ratio:g} times the perplexity of",
         "similarity": f"{cosine} below that of",
         "score": f"a score {guard.score_loss:g} below that of",

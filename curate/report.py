@@ -8,6 +8,7 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.pages.page import AFTER, BEFORE, figure, render_page
+from penjing.core.progress import plural
 from penjing.curate.learned.facts import Learned
 
 if TYPE_CHECKING:
@@ -165,7 +166,9 @@ class CorpusReport(Config):
         if self.damaged or self.lines:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in list(self.reasons.items())[:_SHOWN])
             reasons += f" and {len(self.reasons) - _SHOWN:,} more reasons" * (len(self.reasons) > _SHOWN)
-            lines.append(f"left out as damaged: {self.damaged:,} documents and {self.lines:,} lines ({reasons})")
+            lines.append(
+                f"left out as damaged: {plural(self.damaged, 'document')} and {plural(self.lines, 'line')} ({reasons})"
+            )
         if self.personal:
             said = ", ".join(f"{row.values:,} {row.kind}" for row in self.personal)
             lines.append(f"personal data replaced: {said}")

@@ -15,6 +15,7 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
 from penjing.core.manifest import read_json_object
 from penjing.core.models.decoder import Decoder
+from penjing.core.progress import plural
 from penjing.train.state.initial import checkpoint_weights, fill_weights
 from penjing.train.state.state import check_finite
 
@@ -98,7 +99,9 @@ def _check_widths(student: nn.Module, teacher: nn.Module, folder: Path) -> None:
             )
     ours, theirs = (_depth(model.named_modules()) for model in (student, teacher))
     if ours > theirs:
-        raise InputError(f"the student has {ours} layers, teacher {folder} {theirs}; take a teacher at least as deep")
+        raise InputError(
+            f"the student has {plural(ours, 'layer')}, teacher {folder} {theirs}; take a teacher at least as deep"
+        )
 
 
 def _kind(name: str) -> str:

@@ -29,6 +29,7 @@ from penjing.compress.prune.units import FROZEN
 from penjing.core.errors import InputError, first_line
 from penjing.core.graph.network import propagate_module
 from penjing.core.graph.trace import without_stacks
+from penjing.core.progress import plural
 from penjing.kernels.dispatch import force_torch
 
 
@@ -70,7 +71,7 @@ class Group:
         return len(self.units)
 
     def __str__(self) -> str:
-        lines = [f"{len(self)} units, each takes"]
+        lines = [f"{plural(len(self), 'unit')}, each takes"]
         for index, place in enumerate(self.places):
             counts = sorted({len(unit[index]) for unit in self.units})
             lines.append(f"  {'–'.join(map(str, counts))} of {place}")

@@ -103,7 +103,8 @@ or questions; “lost” is against the first stage on the same questions.</p>
 <td>{{ row.seconds | duration }}</td><td>{{ row.throughput | count }} {{ row.unit }}/s</td>
 <td>{{ "%.2f×" | format(row.speedup) }} ({{ "%.2f–%.2f" | format(row.speedup_low, row.speedup_high) }})</td></tr>
 {% endfor %}{% endfor %}</table></div>
-<p>All stages took turns in one run on {{ report.processor.name }}, {{ report.processor.cores }} cores; medians of
+<p>All stages took turns in one run on {{ report.processor.name }},
+{{ report.processor.cores }} core{{ "" if report.processor.cores == 1 else "s" }}; medians of
 {{ rounds }} rounds. “×” is how many times as fast a stage is as the first one timed, in brackets the slowest and the
 fastest round.</p>
 {% endif %}

@@ -72,7 +72,7 @@ afterwards, in turns with the network as it is, which takes {{ ms(result.latency
 {%- if result.latency.error is not none %}; half of the predictions are within
 {{ percent(result.latency.error) }}{% endif %}. Timed were
 {% for name, value in result.latency.workload.items() %}{{ name }} = {{ value }}{{ ", " if not loop.last }}{% endfor %};
-{{ result.latency.threads }} threads.</p>
+{{ result.latency.threads }} thread{{ "" if result.latency.threads == 1 else "s" }}.</p>
 <div class="wide"><table><tr><th>{{ result.cost }}</th><th>predicted, ms</th><th>measured, ms</th><th>off by</th></tr>
 {% for each in result.latency.points %}<tr><td>{{ percent(rows[each.row].share) }}</td>
 <td>{{ ms(each.predicted) }}</td><td>{{ ms(each.seconds) }}</td>
@@ -81,7 +81,8 @@ afterwards, in turns with the network as it is, which takes {{ ms(result.latency
 {% endfor %}</tr>{% for entry in result.latency.entries %}<tr>{% for name, value in entry.items() %}
 <td>{{ "" if value is none else ms(value) if name == "seconds" else value }}</td>{% endfor %}</tr>
 {% endfor %}</table></details>{% endif %}
-<p>{{ result.device.name }}, {{ result.device.cores }} cores{% for name, version in result.versions.items() %},
+<p>{{ result.device.name }}, {{ result.device.cores }} core{{ "" if result.device.cores == 1 else "s" }}{%
+ for name, version in result.versions.items() %},
 {{ name }} {{ version }}{% endfor %}</p>
 """
 COSTS = {

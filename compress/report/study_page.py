@@ -29,7 +29,8 @@ TEMPLATE = """<p>{{ result.quality | capitalize }} on {{ samples }} ({{ result.s
 {% endfor %}</table></div>{% endif %}
 <h2>Make it again</h2>
 <pre>{{ command }}</pre>
-<p>{{ result.device.name }}, {{ result.device.cores }} cores{% for name, version in result.versions.items() %},
+<p>{{ result.device.name }}, {{ result.device.cores }} core{{ "" if result.device.cores == 1 else "s" }}{%
+ for name, version in result.versions.items() %},
 {{ name }} {{ version }}{% endfor %}</p>
 """
 PARTS = {"pruning": ("group", "units"), "bits": ("layer", "weights")}

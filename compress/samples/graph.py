@@ -16,7 +16,7 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError
 from penjing.core.graph.config import GraphConfig, graph_config
 from penjing.core.graph.network import Network
-from penjing.core.progress import Progress, once
+from penjing.core.progress import Progress, once, plural
 from penjing.train.data.order import permute
 from penjing.train.sources.open import open_source
 from penjing.train.sources.reader import NO_CLASS, Reader, form_of
@@ -102,7 +102,9 @@ def source_data(
     if size is None:
         return SourceData(reader, min(most, len(reader)), min(batch, len(reader)), config)
     if size > len(reader):
-        raise ConfigError(f"the network takes {size} samples at a time, {source.where} has {len(reader)}; give more")
+        raise ConfigError(
+            f"the network takes {plural(size, 'sample')} at a time, {source.where} has {len(reader)}; give more"
+        )
     return SourceData(reader, min(most, len(reader)), size, config)
 
 

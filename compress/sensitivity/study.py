@@ -27,7 +27,7 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, FamilyName
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
-from penjing.core.progress import Progress, Silent
+from penjing.core.progress import Progress, Silent, plural
 from penjing.core.work import WorkFolder
 
 PAGE_FILE = "sensitivity.html"
@@ -177,7 +177,7 @@ class Sensitivity:
                 "input": hashes,
                 "settings": settings.model_dump(mode="json"),
                 "baseline": study.baseline,
-                "rows": _rows(study, f"{self.doing} {len(study.sizes)} parts one by one", work, progress),
+                "rows": _rows(study, f"{self.doing} {plural(len(study.sizes), 'part')} one by one", work, progress),
                 **study.more,
                 "versions": versions(),
                 "device": processor(),
@@ -233,8 +233,8 @@ def _rows(study: Study, title: str, work: WorkFolder, progress: Progress) -> lis
     """Every part with its cells; what `work` keeps is not measured again."""
     total = len(study.sizes) * len(study.steps)
     progress.note(
-        f"{len(study.sizes)} parts, {total} cells of {study.baseline['samples']} samples each, kept in "
-        f"{work.path.name} until all are measured"
+        f"{plural(len(study.sizes), 'part')}, {plural(total, 'cell')} of {study.baseline['samples']} samples each, "
+        f"kept in {work.path.name} until all are measured"
     )
     progress.start(title, total)
     remaining, rows = Remaining(total), []

@@ -19,6 +19,7 @@ from penjing.core.manifest import verify, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import with_windows
 from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.progress import plural
 from penjing.core.work import Places
 
 
@@ -74,7 +75,9 @@ def narrowed(config: DecoderConfig, windows: Sequence[int]) -> DecoderConfig:
     """
     count = config.num_hidden_layers
     if len(windows) > count:
-        raise ConfigError(f"windows has {len(windows)} numbers, and the network {count} layers; give one for each")
+        raise ConfigError(
+            f"windows has {plural(len(windows), 'number')}, and the network {plural(count, 'layer')}; give one for each"
+        )
     if config.latent_attention is not None:
         raise ConfigError("a network with latent_attention has no windows; leave out the step of kind 'window'")
     made: list[int | None] = []

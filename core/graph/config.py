@@ -11,6 +11,7 @@ from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.manifest import read_json_object
+from penjing.core.progress import plural
 
 Meaning = Literal["tensors", "classes", "embedding"]
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -57,7 +58,10 @@ class Pixels(Config):
     def _channels(self) -> Self:
         channels = 1 if self.order == "L" else 3
         if len(self.mean) != channels or len(self.std) != channels:
-            raise ValueError(f"{self.order} images have {channels} channels, so mean and std need {channels} numbers")
+            raise ValueError(
+                f"{self.order} images have {plural(channels, 'channel')}, so mean and std need "
+                f"{plural(channels, 'number')}"
+            )
         if not all(value > 0 for value in self.std):
             raise ValueError("each std must be above 0")
         rows, columns = self.resize or (self.height, self.width)

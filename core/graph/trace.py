@@ -23,6 +23,7 @@ from penjing.core.graph.config import DTYPE_NAMES, GraphConfig, Meaning, Pixels,
 from penjing.core.graph.functional import SeenElsewhereError, make_functional, tidy, writes
 from penjing.core.graph.network import GraphModule, Network, set_tensor
 from penjing.core.graph.operators import described, name_of_target
+from penjing.core.progress import plural
 
 Axes = Mapping[str, Mapping[int, str]]
 BATCH = "batch"
@@ -237,7 +238,7 @@ def _check_axes(dynamic: Axes, model: nn.Module, names: Sequence[str], values: S
     for name, value in zip(names, values, strict=True):
         for axis, word in dynamic.get(name, {}).items():
             if isinstance(value, Tensor) and not 0 <= axis < value.ndim:
-                raise InputError(f"the axis {name}:{axis}={word} is none of the {value.ndim} axes of {name}")
+                raise InputError(f"the axis {name}:{axis}={word}: {name} has {plural(value.ndim, 'axis', 'axes')}")
 
 
 def _input_names(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> list[str]:

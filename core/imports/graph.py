@@ -221,8 +221,8 @@ def _labelled(network: Network, options: GraphOptions) -> Network:
     classes = config.outputs[0].shape[-1] if config.outputs[0].shape else 0
     if config.labels and isinstance(classes, int) and len(config.labels) != classes:
         raise InputError(
-            f"there are {len(config.labels)} labels, and the output {config.outputs[0].name} has {classes} classes; "
-            "give a name for each class, in order"
+            f"{plural(len(config.labels), 'label')} came, and the output {config.outputs[0].name} has "
+            f"{plural(classes, 'class', 'classes')}; give a name for each class, in order"
         )
     return replace(network, config=config)
 
@@ -259,8 +259,8 @@ def _pixels(network: Network, said: Mapping[str, Any]) -> Pixels:
     wanted = (found.height, found.width, count)
     if any(isinstance(size, int) and size != each for size, each in zip((*sizes, channels), wanted, strict=True)):
         raise ConfigError(
-            f"images of {found.height}x{found.width} and {count} channels ({found.order}, {found.layout}) are not what "
-            f"the input {first} takes; correct --size, --order or --layout"
+            f"images of {found.height}x{found.width} and {plural(count, 'channel')} ({found.order}, {found.layout}) "
+            f"are not what the input {first} takes; correct --size, --order or --layout"
         )
     return found
 

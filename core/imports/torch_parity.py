@@ -14,6 +14,7 @@ from penjing.core.errors import InputError
 from penjing.core.graph.compare import farthest, judged, widened, wider
 from penjing.core.graph.network import Network
 from penjing.core.imports.torch_zoo import Found
+from penjing.core.progress import plural
 
 
 def compared_with_module(network: Network, found: Found, source: str, tolerance: float | None) -> dict[str, Any]:
@@ -41,7 +42,9 @@ def compared_with_module(network: Network, found: Found, source: str, tolerance:
         answers = [value for value in answers if isinstance(value, Tensor)]
         if len(answers) != len(network.config.outputs):
             count = len(network.config.outputs)
-            raise InputError(f"{source} gives {len(answers)} tensors, the traced network {count}; return a plain tuple")
+            raise InputError(
+                f"{source} gives {plural(len(answers), 'tensor')}, the traced network {count}; return a plain tuple"
+            )
         return answers
 
     def as_given() -> float:

@@ -19,6 +19,7 @@ from penjing.core.onnx_reader.example import Input, candidates, inputs_of
 from penjing.core.onnx_reader.file import read_onnx
 from penjing.core.onnx_reader.module import OnnxModule
 from penjing.core.onnx_reader.oracle import Oracle
+from penjing.core.progress import plural
 
 BATCH = 2  # of the example: a size of one would be taken for a constant
 
@@ -80,7 +81,8 @@ def from_onnx(
         for axis, word in axes[one.name].items():
             if not 0 <= axis < len(one.shape):
                 raise InputError(
-                    f"{name}: --dynamic {one.name}:{axis}={word}: the input has {len(one.shape)} axes, "
+                    f"{name}: --dynamic {one.name}:{axis}={word}: the input has "
+                    f"{plural(len(one.shape), 'axis', 'axes')}, "
                     f"0 to {len(one.shape) - 1}"
                 )
     example = _open(oracle, example, axes, values)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penjing.core.config import Config
 from penjing.core.errors import RequestError
+from penjing.core.progress import plural
 from penjing.serve.client.protocol import weights_digest
 from penjing.serve.engine.loop import EngineLoop
 
@@ -128,7 +129,9 @@ class ServedWeights:
         """
         whole = {name: known for name, known in self._known().items() if known is not None}
         if missing := self._parameters.keys() - whole.keys():
-            raise RequestError(f"weights: {len(missing)} tensors are not whole, such as {min(missing)}; send them")
+            raise RequestError(
+                f"weights: {plural(len(missing), 'tensor')} came in part, such as {min(missing)}; send the rest"
+            )
         if (found := weights_digest(whole)) != digest:
             raise RequestError(f"weights: what is there has the digest {found}, not {digest!r:.80}; send them again")
         self._digest = found

@@ -114,7 +114,7 @@ def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
     kept = penjing.QuantizedNetwork.load(quantized.save(tmp_path / "kept"))
     assert kept.config == quantized.config
     assert kept.export(tmp_path / "net.onnx").stat().st_size > 0
-    with pytest.raises(penjing.InputError, match="1 inputs were given"):
+    with pytest.raises(penjing.InputError, match="1 input given"):
         quantized(torch.randn(3, 4))
 
 
@@ -130,8 +130,8 @@ def test_inputs_that_do_not_fit_are_refused_by_name() -> None:
     takes = re.escape("the network takes x: float32[batch, 6], y: float32[batch, 2]")
     for called in (pair, quantized):
         for inputs, given in (
-            ((x,), "1 inputs were given"),
-            ((x, y, y), "3 inputs were given"),
+            ((x,), "1 input given"),
+            ((x, y, y), "3 inputs given"),
             ((x, torch.randn(3, 5)), re.escape("y was given as float32[3, 5]")),
             ((x, torch.randn(4, 2)), re.escape("y was given as float32[4, 2]")),
             ((x[0], y), re.escape("x was given as float32[6]")),

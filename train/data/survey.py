@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError, RequestError
 from penjing.core.files import atomic_write_text
-from penjing.core.progress import Progress
+from penjing.core.progress import Progress, plural
 from penjing.core.text.near_duplicates import Signer, connected
 from penjing.core.text.records import Damage, Record
 from penjing.train.data.corpora import name_place
@@ -174,7 +174,7 @@ class Damages:
         lines = [json.dumps({"name": each.name, "reason": each.reason}) for each in self._listed]
         atomic_write_text(folder / QUARANTINE, "\n".join(lines) + "\n")
         what = [f"{self.documents:,} of {whole:,} documents"] * (self.documents > 0)
-        what += [f"{self.parts:,} lines of texts"] * (self.parts > 0)
+        what += [f"{plural(self.parts, 'line')} of texts"] * (self.parts > 0)
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in self._reasons.most_common(5))
         progress.note(
             f"data.sources: left out {' and '.join(what)} that are damaged ({reasons}); the first is {first.name}; "
@@ -193,7 +193,7 @@ def _split(
     sizes_C = np.bincount(of_D, weights=sizes_D)
     total = sizes_C.sum()
     held_C = places_D[at] < share
-    what = f"{len(sizes_D):,} documents in {len(clusters):,} clusters of near duplicates"
+    what = f"{plural(len(sizes_D), 'document')} in {plural(len(clusters), 'cluster')} of near duplicates"
     if not 0 < sizes_C[held_C].sum() <= max(_TIMES * share, 0.05) * total:
         # Few or uneven clusters: the hash holds out none of them, or too much.
         fit = np.flatnonzero(sizes_C <= min(_TOO_MUCH, max(_TIMES * share, 0.05)) * total)

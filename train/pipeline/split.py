@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from penjing.core.errors import ConfigError
+from penjing.core.progress import plural
 
 
 def split_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -22,7 +23,9 @@ def split_layers(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         ConfigError: more stages than layers, none at all, or a cost that is no cost.
     """
     if not 1 <= stages <= len(costs):
-        raise ConfigError(f"{len(costs)} layers cannot be split into {stages} stages; take 1 … {len(costs)}")
+        raise ConfigError(
+            f"{plural(len(costs), 'layer')} cannot be split into {plural(stages, 'stage')}; take 1 … {len(costs)}"
+        )
     if not all(0 <= cost < float("inf") for cost in costs):
         raise ConfigError("layer costs must be finite and not negative")
     sums = [0.0, *accumulate(costs)]
@@ -54,7 +57,9 @@ def stage_costs(costs: Sequence[float], bounds: Sequence[int]) -> tuple[float, .
 def equal_split(layers: int, stages: int) -> tuple[int, ...]:
     """Bounds as in `split_layers` with equally many layers a stage, the first ones taking what is left over."""
     if not 1 <= stages <= layers:
-        raise ConfigError(f"{layers} layers cannot be split into {stages} stages; take 1 … {layers}")
+        raise ConfigError(
+            f"{plural(layers, 'layer')} cannot be split into {plural(stages, 'stage')}; take 1 … {layers}"
+        )
     each, more = divmod(layers, stages)
     return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 

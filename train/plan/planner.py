@@ -119,7 +119,11 @@ def plan_cluster(
     found = find_placements(model, cluster, batch_size=data.batch_size, length=data.sequence_length)
     if out is not None:
         best = found.placements[0]
-        head = [run_line(best.run), f"predicted for {best.devices} devices: {best.step:.3g} s a step", *told(best)]
+        head = [
+            run_line(best.run),
+            f"predicted for {plural(best.devices, 'device')}: {best.step:.3g} s a step",
+            *told(best),
+        ]
         _write_recipe(out, _with_run(recipe_path, overrides or [], best.run, head, _more(best)))
         write_runs([part.pool for part in best.parts])
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
+from penjing.core.progress import plural
 from penjing.train.numerics.recompute import Recompute
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.pipeline.schedules import chunks_of
@@ -92,10 +93,12 @@ def search(
     if not best:
         if smallest is None:
             reasons = "; ".join(f"{why} ({count})" for why, count in rejected.most_common(3))
-            raise ConfigError(f"no mesh of {gpus} GPUs can run this model with batches of {batch_size}: {reasons}")
+            raise ConfigError(
+                f"no mesh of {plural(gpus, 'GPU')} can run this model with batches of {batch_size}: {reasons}"
+            )
         need = smallest.memory.total / HEADROOM
         raise ConfigError(
-            f"nothing fits into {show_bytes(memory)} on {gpus} GPUs; the smallest needs {show_bytes(need)}: "
+            f"nothing fits into {show_bytes(memory)} on {plural(gpus, 'GPU')}; the smallest needs {show_bytes(need)}: "
             f"{run_line(smallest.run)}; give --memory {need / 2**30 + 0.05:.1f}GiB, more --gpus, or a smaller model"
         )
     ranked = sorted(best.values(), key=_order)[:10]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penjing.core.errors import ConfigError
+from penjing.core.progress import plural
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def rungs(trials: int, first: int, factor: int, steps: int, finalists: int = 1) 
         ConfigError: a whole run is no longer than the first rung.
     """
     if first >= steps:
-        raise ConfigError(f"first = {first} steps is the whole run of {steps}; trials must be judged earlier")
+        raise ConfigError(f"first = {plural(first, 'step')} is the whole run of {steps}; trials must be judged earlier")
     found = [Rung(first, trials)]
     while found[-1].steps < steps:
         last = found[-1]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penjing.core.errors import InputError
 from penjing.core.graph.config import GraphConfig, Pixels, TensorSpec
 from penjing.core.images.decode import arranged, network_input
+from penjing.core.progress import plural
 from penjing.core.text.network_inputs import Texts, texts_of
 from penjing.train.sources.decoders import decoded
 from penjing.train.sources.settings import SourceSettings
@@ -239,8 +240,8 @@ def targets_of(source: Source, form: Form) -> NDArray[np.int64]:
     names = form.names or tuple(sorted({str(label) for label in labels}))
     if len(names) != form.classes:
         raise InputError(
-            f"{source.where} has {len(names)} classes, the network {form.classes}; name the classes' folders as "
-            f"`labels` in its config.json does, or {without}"
+            f"{source.where} has {plural(len(names), 'class', 'classes')}, the network {form.classes}; name the "
+            f"classes' folders as `labels` in its config.json does, or {without}"
         )
     places = {name: place for place, name in enumerate(names)}
     if unknown := sorted({str(label) for label in labels} - places.keys()):

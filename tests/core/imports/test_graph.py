@@ -200,7 +200,7 @@ def test_other_weights_beside_the_same_file_are_another_network(tmp_path: Path) 
         ("build", {"weights": "pickle.pth"}, "objects besides tensors"),
         ("build", {"weights": "torn.pth"}, "no file of weights"),
         ("build", {"weights": "none.pth"}, "cannot read"),
-        ("build", {"labels": "two.txt"}, "2 labels, and the output output has 10 classes"),
+        ("build", {"labels": "two.txt"}, "2 labels came, and the output output has 10 classes"),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -223,9 +223,9 @@ def test_what_does_not_fit_is_named(
     ("said", "message"),
     [
         ({"size": "64x64"}, r"images of 64x64 and 3 channels \(RGB, NCHW\) are not what the input"),
-        ({"order": "L"}, r"images of 16x16 and 1 channels \(L, NCHW\) are not what"),
+        ({"order": "L"}, r"images of 16x16 and 1 channel \(L, NCHW\) are not what"),
         ({"layout": "NHWC"}, r"correct --size, --order or --layout"),
-        ({"dynamic": ["images:0=batch,7=width"]}, "the axis images:7=width is none of the 4 axes"),
+        ({"dynamic": ["images:0=batch,7=width"]}, "the axis images:7=width: images has 4 axes"),
         ({"dynamic": ["y:0=batch"]}, "Residual has no input 'y'; its inputs are images"),
     ],
 )

@@ -108,7 +108,7 @@ def test_no_answer_is_given_while_weights_are_missing(taking: Adapted, tiny_long
     sender = taking.ask(parameters={"ping": True})
     assert "its weights are being replaced" in str(sender.error())
     digests = {each: hashlib.sha256(values.data).hexdigest() for each, values in weights(tiny_long).items()}
-    with pytest.raises(ValueError, match=f"1 tensors are not whole, such as {name}"):
+    with pytest.raises(ValueError, match=f"1 tensor came in part, such as {name}"):
         ask({"take": weights_digest(digests)}, None)
     # Who sends anew repairs it.
     assert answer(taking, of_weights=send_weights(ask, weights(tiny_long))) == before

@@ -91,7 +91,7 @@ def test_a_single_text_is_cut_and_its_end_held_out(tmp_path: Path) -> None:
     assert train + held_out == "\n".join(paragraphs)
     assert train.endswith("\n\n")
     assert 0.1 <= len(held_out) / len(train + held_out) <= 0.15
-    assert "the end of the largest of 1 documents" in notes.notes[-1]
+    assert "the end of the largest of 1 document in 1 cluster" in notes.notes[-1]
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 30])
