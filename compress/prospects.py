@@ -54,7 +54,7 @@ def _integers(network: Network, target: TargetName) -> dict[str, Any]:
     found = list(products(made))
     operators: dict[str, Counter[str]] = {"integer": Counter(), "floating": Counter()}
     for node in made.module.graph.nodes:
-        if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+        if operator_name(node) and isinstance(node.meta.get("val"), Tensor | list | tuple):  # of many results at once
             kind = "integer" if _on_integers(made, node) else "floating"
             operators[kind][operator_name(node)] += 1
     return {

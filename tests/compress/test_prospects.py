@@ -42,6 +42,26 @@ def test_a_convolutional_network_is_told_what_can_leave_and_what_becomes_integer
     assert "INT8 for onnxruntime-cpu takes 6 of 6 convolutions and linear layers." in said
 
 
+class Recurrent(nn.Module):
+    """(batch, 4, 8) → (batch, 4, 3); its recurrent layer has three results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)[0])
+
+
+def test_an_operator_of_many_results_is_counted_once_by_its_name(tmp_path: Path) -> None:
+    folder = graph_folder(tmp_path / "net", Recurrent(), torch.randn(2, 4, 8))
+    files = ["--out", str(tmp_path / "net.txt"), "--json", str(tmp_path / "net.json")]
+    app(["graph", str(folder), *files], standalone_mode=False)
+    operators = json.loads((tmp_path / "net.json").read_text())["int8"]["operators"]
+    assert operators["floating"]["lstm"] == 1
+    assert "" not in operators["floating"]
+
+
 def test_a_network_without_either_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = graph_folder(tmp_path / "net", Sorted(), torch.randn(2, 8))
     files = ["--out", str(tmp_path / "net.txt")]
