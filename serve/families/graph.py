@@ -49,9 +49,9 @@ def signature(artifact: GraphArtifact) -> Signature:
     inputs = list(own)
     if pictures:
         first = config.inputs[0]
-        rows = () if config.batched or len(first.shape) < 4 else (_size(first.shape[0]),)
+        rows = () if config.batched else (_size(first.shape[0]) if len(first.shape) == 4 else 1,)
         pixels = _spec(pixel_spec(config), config)
-        image = TensorSpec(pictures[1], "BYTES", rows or (1,))
+        image = TensorSpec(pictures[1], "BYTES", (*rows, 1))
         inputs = [_optional(own[0]), _optional(pixels), _optional(image), *own[1:]]
     elif texts_of(artifact.folder, config.inputs) is not None:
         inputs = [

@@ -257,7 +257,8 @@ class GraphModel:
                 try:
                     image = decode_image(request.images[at], pixels, max_pixels=self._settings.max_image_pixels)
                 except InputError as error:
-                    return RequestError(f"image {at} of the request cannot be read: {error}")
+                    named = " (it is the name of a file: send what the file holds)" * _names_file(request.images[at])
+                    return RequestError(f"image {at} of the request cannot be read: {error}{named}")
                 decoded.append(arranged(image, pixels))
             given = np.stack(decoded) if len(first.shape) == 4 else decoded[0]
         return {first.name: network_input(given, pixels, first.dtype), **found}
@@ -267,6 +268,10 @@ class GraphModel:
             return run_graph(session, self._config, inputs)
         except Exception as error:  # the classes of ONNX Runtime share no base
             return RequestError(f"the network cannot compute these values or sizes: {first_line(error)[:300]}")
+
+
+def _names_file(image: bytes) -> bool:
+    return image[-6:].lower().endswith((b".png", b".jpg", b".jpeg", b".webp", b".bmp")) and image.isascii()
 
 
 def image_inputs(config: GraphConfig) -> tuple[str, ...]:

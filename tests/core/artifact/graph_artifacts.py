@@ -67,8 +67,8 @@ def two_inputs(folder: Path) -> Path:
     return write_artifact(folder, config, nodes, stored, example)
 
 
-def image_network(folder: Path) -> Path:
-    """`input` float32 (batch, 3, 8, 6), normalised images, gives `logits` (batch, 3)."""
+def image_network(folder: Path, batch: int | str = "batch") -> Path:
+    """`input` float32 (batch, 3, 8, 6), normalised images, gives `logits` (batch, 3); `batch` may be a number."""
     rng = np.random.default_rng(1)
     nodes = [
         helper.make_node("Conv", ["input", "kernel"], ["hidden"]),
@@ -76,13 +76,14 @@ def image_network(folder: Path) -> Path:
         helper.make_node("Flatten", ["pooled"], ["logits"]),
     ]
     config = GraphConfig(
-        inputs=(TensorSpec(name="input", dtype="float32", shape=("batch", 3, 8, 6)),),
-        outputs=(TensorSpec(name="logits", dtype="float32", shape=("batch", 3)),),
+        inputs=(TensorSpec(name="input", dtype="float32", shape=(batch, 3, 8, 6)),),
+        outputs=(TensorSpec(name="logits", dtype="float32", shape=(batch, 3)),),
         meaning="classes",
         labels=LABELS,
         pixels=Pixels(height=8, width=6, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)),
     )
-    example = {"input": rng.standard_normal((4, 3, 8, 6), np.float32)}
+    rows = batch if isinstance(batch, int) else 4
+    example = {"input": rng.standard_normal((rows, 3, 8, 6), np.float32)}
     return write_artifact(folder, config, nodes, {"kernel": rng.standard_normal((3, 3, 3, 3), np.float32)}, example)
 
 

@@ -112,12 +112,15 @@ def test_images_come_as_floats_pixels_or_files_and_a_broken_one_fails_alone(tmp_
     floats = network_input(pixels, config.pixels)
     broken = files.copy()
     broken[1, 0] = files[1, 0][:60]
-    given = [{"input": floats}, {"pixels": pixels}, {"image": files}, {"image": broken}]
-    *good, bad = graph.start([graph.prepare(each) for each in given], lambda: None)()
+    named = files.copy()
+    named[1, 0] = b"photos/One.JPG"
+    given = [{"input": floats}, {"pixels": pixels}, {"image": files}, {"image": broken}, {"image": named}]
+    *good, bad, path = graph.start([graph.prepare(each) for each in given], lambda: None)()
     expected = local(tmp_path, {"input": floats})["logits"]
     assert all(np.allclose(answer["logits"], expected, atol=1e-5) for answer in good)  # type: ignore[index]
     assert isinstance(bad, RequestError)
     assert "image 1 of the request cannot be read: it is a broken image" in str(bad)
+    assert str(path).endswith("(it is the name of a file: send what the file holds)")
     with pytest.raises(RequestError, match="give one of input, pixels, image, got input and pixels"):
         graph.prepare({"input": floats, "pixels": pixels})
 
@@ -182,6 +185,8 @@ def test_a_repository_has_the_networks_own_tensors(tmp_path: Path) -> None:
     assert [(each.name, list(each.dims), each.optional) for each in config.input] == [
         ("input", [3, 8, 6], True), ("pixels", [3, 8, 6], True), ("image", [1], True),
     ]  # fmt: skip
+    config = read(export_repository(image_network(tmp_path / "one", 1), tmp_path / "singles", "python"))
+    assert [list(each.dims) for each in config.input] == [[1, 3, 8, 6], [1, 3, 8, 6], [1, 1]]
 
 
 def test_a_checkpoint_is_not_served_but_what_to_do_is_said(tmp_path: Path) -> None:

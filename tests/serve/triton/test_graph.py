@@ -110,6 +110,17 @@ def test_texts_become_tokens_in_the_server(tmp_path: Path) -> None:
             client.infer({"text": ["a", "b"], **sent})
 
 
+def test_a_network_of_one_image_takes_one_file(tmp_path: Path) -> None:
+    folder = image_network(tmp_path / "net", 1)
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 3, 8, 6), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels[0].transpose(1, 2, 0)).save(file, "PNG")
+    with serving_classifier(folder) as served, served.client() as client:
+        expected = client.infer({"pixels": pixels})["logits"]
+        assert np.array_equal(client.infer({"image": file.getvalue()})["logits"], expected)
+        assert np.array_equal(client.infer({"image": [file.getvalue()]})["logits"], expected)
+
+
 def test_a_network_without_a_batch(tmp_path: Path) -> None:
     folder = lengths_apart(tmp_path / "net")
     with serving_classifier(folder) as served, served.client() as client:
