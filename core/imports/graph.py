@@ -132,11 +132,12 @@ def import_graph(
             created_by | {"license": "unknown", "parity": parity, "passes": [gain.described() for gain in gains]},
         )
     tensors = ", ".join(map(str, (*network.config.inputs, *network.config.outputs)))
+    size = parameters_of(network.module)
+    weights = f"{size / 1e6:.3g} million parameters" if size >= 1e5 else plural(size, "parameter")
     nodes = sum(node.op == "call_function" for node in network.module.graph.nodes)
     progress.note(
-        f"{out}: {plural(nodes, 'operator')}, {parameters_of(network.module) / 1e6:.3g} million parameters "
-        f"({tensors}); its answers are {parity['distance']:.1e} of their scale from those of {parity['oracle']}"
-        f"{_accepted(parity)}"
+        f"{out}: {plural(nodes, 'operator')}, {weights} ({tensors}); its answers are "
+        f"{parity['distance']:.1e} of their scale from those of {parity['oracle']}{_accepted(parity)}"
     )
     for said in fixed_axes(network, options.dynamic or {}):
         progress.note(f"--dynamic {said}: the network takes one size alone there, so it is fixed")

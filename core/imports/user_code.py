@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from penjing.core.errors import InputError
 
 
 def user_function(spec: str) -> Any:
-    """The function that `spec` ("file.py:function") names; the file's code runs.
+    """The function that `spec` ("file.py:function") names; the file's code runs, and may import what lies beside it.
 
     Raises:
         InputError: there is no such file or function, or the file raises.
@@ -25,6 +26,10 @@ def user_function(spec: str) -> Any:
     found = importlib.util.spec_from_file_location(f"penjing_user_{path.stem}", path)
     assert found is not None
     module = importlib.util.module_from_spec(found)
+    if (beside := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(
+            beside
+        )  # behind all else: a neighbour's name must not hide a package that penjing imports later
     with named_errors(spec):
         # Not by its loader, which takes kept bytecode for a file of the same size that changed within a second.
         exec(compile(path.read_bytes(), path.absolute(), "exec"), vars(module))

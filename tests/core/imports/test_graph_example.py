@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def branches():
 """
 
 
+BESIDE = """
+import torch
+
+def made():
+    return torch.nn.Linear(3, 2), torch.randn(2, 3)
+"""
+
+
 class Heard(Silent):
     """Keeps what is said."""
 
@@ -57,6 +66,15 @@ def models(tmp_path: Path) -> str:
     path = tmp_path / "my_models.py"
     path.write_text(SOURCE)
     return str(path)
+
+
+def test_code_may_import_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_of_models.py").write_text(BESIDE)
+    (tmp_path / "net.py").write_text("from neighbour_of_models import made\n\ndef build():\n    return made()\n")
+    heard = Heard()
+    import_graph(f"{tmp_path}/net.py:build", tmp_path / "out", progress=heard)
+    assert heard.notes[0].startswith(f"{tmp_path}/out: 1 operator, 8 parameters (input: float32[batch, 3], ")
 
 
 def test_a_named_axis_stays_open_where_the_example_has_one_row(models: str, tmp_path: Path) -> None:
