@@ -257,6 +257,10 @@ def _pixels(network: Network, said: Mapping[str, Any]) -> Pixels:
     count = 1 if values["order"] == "L" else 3
     values = {"mean": (0.0,) * count, "std": (1.0,) * count} | values
     found = parse_config(Pixels, values, "how images enter")
+    if (mean := max(found.mean)) > (most := 255 / found.scale):
+        raise ConfigError(
+            f"--mean {mean:g}: pixels are divided by {found.scale:g}, so write 0 to {most:g}, or say --scale"
+        )
     wanted = (found.height, found.width, count)
     if any(isinstance(size, int) and size != each for size, each in zip((*sizes, channels), wanted, strict=True)):
         raise ConfigError(

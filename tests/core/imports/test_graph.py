@@ -224,6 +224,7 @@ def test_what_does_not_fit_is_named(
     [
         ({"size": "64x64"}, r"images of 64x64 and 3 channels \(RGB, NCHW\) are not what the input"),
         ({"order": "L"}, r"images of 16x16 and 1 channel \(L, NCHW\) are not what"),
+        ({"mean": "120,110,100"}, "--mean 120: pixels are divided by 255, so write 0 to 1, or say --scale"),
         ({"layout": "NHWC"}, r"correct --size, --order or --layout"),
         ({"dynamic": ["images:0=batch,7=width"]}, "the axis images:7=width: images has 4 axes"),
         ({"dynamic": ["y:0=batch"]}, "Residual has no input 'y'; its inputs are images"),
