@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from penjing.core.artifact.parity import Bound, Difference
 from penjing.core.config import Config, apply_override, parse_config
-from penjing.core.errors import PenjingError
+from penjing.core.errors import PenjingError, RequestError
 from penjing.core.family import family_of, table_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,25 @@ Form = Literal["onnxruntime", "python"]
 """The backend of Triton server behind an entry of a model repository."""
 Arrays = Mapping[str, np.ndarray]
 Answer = dict[str, np.ndarray] | PenjingError
+
+
+PARITY_ROWS = 16  # of a request, where the server takes as many
+_TOO_MANY = "batch-size must be <="  # as Triton server says it
+T = TypeVar("T")
+
+
+def in_parts(rows: int, ask: Callable[[slice], T]) -> list[T]:
+    """What `ask` gives for the parts of so many rows; parts become smaller where the server takes fewer at once."""
+    found, at, size = [], 0, PARITY_ROWS
+    while at < rows:
+        try:
+            found.append(ask(slice(at, at + size)))
+            at += size
+        except RequestError as error:
+            if size == 1 or _TOO_MANY not in str(error):
+                raise
+            size //= 2
+    return found
 
 
 @dataclass(frozen=True)

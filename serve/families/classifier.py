@@ -21,7 +21,7 @@ from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
 from penjing.core.errors import InputError, RequestError, ServerError
 from penjing.core.runtime.onnx_runtime import INPUT, OUTPUT, run_session
 from penjing.serve.client.protocol import CLASSIFIER, REQUEST_SECONDS
-from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload
+from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload, in_parts
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
 
@@ -32,7 +32,6 @@ PIXELS = "pixels"
 PART = 16  # images that one thread runs at once
 LOCAL_BATCH = 64  # images that ONNX Runtime runs at once where it is timed alone
 IMAGES_UNDER_WAY = 256  # four batches
-PARITY_IMAGES = 16  # of a request: no server that takes batches refuses them
 
 
 def signature(artifact: ClassifierArtifact) -> Signature:
@@ -170,8 +169,7 @@ def parity(folder: Path, client: Client) -> Served:
     pixels = recorded_images(artifact.parity)
     images = normalised(pixels, artifact.config)
     local = artifact.logits(artifact.session(), pixels)
-    starts = range(0, len(images), PARITY_IMAGES)
-    served = np.concatenate([client.classify(images[at : at + PARITY_IMAGES]).logits for at in starts])
+    served = np.concatenate(in_parts(len(images), lambda part: client.classify(images[part]).logits))
     if served.shape != local.shape:
         raise InputError(
             f"the endpoint answers with {served.shape[1]} classes, {folder} has {local.shape[1]}: it serves another one"

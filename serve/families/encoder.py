@@ -22,7 +22,7 @@ from penjing.core.artifact.onnx_encoder import (
 from penjing.core.artifact.parity import FAKE_QUANTIZED, SERVED
 from penjing.core.errors import InputError, RequestError, ServerError
 from penjing.serve.client.protocol import ENCODER, MAX_TEXT_BYTES, REQUEST_SECONDS
-from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload
+from penjing.serve.families.base import Arrays, Served, Signature, TensorSpec, Workload, in_parts
 from penjing.serve.families.batched import batched
 from penjing.serve.families.row_threads import RowThreads
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 TEXT = "text"
 PART = 4  # texts of similar length that one thread runs at once: what pads a longer one is computed too
 REQUEST_TEXTS = 16  # of a request that is timed
-PARITY_TEXTS = 16  # of a request: no server that takes batches refuses them
 STREAMS = 16  # of them under way at once
 SAME = 0.99  # cosine; the server pads otherwise than this process, which turns values near a tie
 
@@ -173,8 +172,7 @@ def parity(folder: Path, client: Client) -> Served:
     artifact = open_encoder_artifact(folder)
     texts = recorded_texts(artifact.parity)
     local = artifact.embed(artifact.session(), texts)
-    starts = range(0, len(texts), PARITY_TEXTS)
-    served = np.concatenate([client.embed(texts[at : at + PARITY_TEXTS]) for at in starts])
+    served = np.concatenate(in_parts(len(texts), lambda part: client.embed(texts[part])))
     if served.shape != local.shape:
         raise InputError(
             f"the endpoint's embeddings have {served.shape[1]} numbers, those of {folder} {local.shape[1]}: it serves "

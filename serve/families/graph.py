@@ -26,7 +26,7 @@ from penjing.core.graph import config as graph
 from penjing.core.text.network_inputs import texts_of
 from penjing.serve.client.protocol import GRAPH, REQUEST_SECONDS
 from penjing.serve.client.wire_tensors import DATATYPES
-from penjing.serve.families.base import Served, Signature, TensorSpec, Workload
+from penjing.serve.families.base import Served, Signature, TensorSpec, Workload, in_parts
 from penjing.serve.families.batched import batched
 from penjing.serve.families.graph_model import GraphModel, GraphSettings, image_inputs, pixel_spec, text_input
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, NDArray[Any]]
 REQUEST_ROWS = 16  # of a request that is timed, and of what ONNX Runtime runs at once alone
 ROWS_UNDER_WAY = 256
-PARITY_ROWS = 16  # of a request: no server that takes batches refuses them
 SAME = 0.05  # of an output's spread, on average; rows in other company may be rounded otherwise
 
 
@@ -142,10 +141,13 @@ def parity(folder: Path, client: Client) -> Served:
     given = recorded_inputs(artifact.parity, config)
     local = run_graph(artifact.session(), config, given)
     sent = _sent(given, config)
-    rows = len(next(iter(given.values()))) if config.batched else 1
-    parts = [slice(at, at + PARITY_ROWS) for at in range(0, rows, PARITY_ROWS)] if config.batched else [slice(None)]
-    asked = [{name: value[part] for name, value in sent.items()} for part in parts]
-    answers = [_received(client.infer(each), config) for each in asked]
+
+    def ask(part: slice) -> dict[str, NDArray[Any]]:
+        return _received(client.infer({name: value[part] for name, value in sent.items()}), config)
+
+    answers = (
+        in_parts(len(next(iter(given.values()))), ask) if config.batched else [_received(client.infer(sent), config)]
+    )
     names = [spec.name for spec in config.outputs]
     if missing := [name for name in names if name not in answers[0]]:
         raise InputError(f"the endpoint gives no {missing[0]!r}, {folder} does: it serves another one")

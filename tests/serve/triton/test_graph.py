@@ -110,6 +110,11 @@ def test_texts_become_tokens_in_the_server(tmp_path: Path) -> None:
             client.infer({"text": ["a", "b"], **sent})
 
 
+def test_the_record_through_a_server_of_small_batches(artifact: Path) -> None:
+    with serving_classifier(artifact, max_batch_size=3) as served:
+        assert served_parity(artifact, served.address)["same_bits"] is True
+
+
 def test_a_network_of_one_image_takes_one_file(tmp_path: Path) -> None:
     folder = image_network(tmp_path / "net", 1)
     pixels = np.random.default_rng(0).integers(0, 256, (1, 3, 8, 6), np.uint8)
