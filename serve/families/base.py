@@ -29,7 +29,7 @@ Answer = dict[str, np.ndarray] | PenjingError
 
 
 PARITY_ROWS = 16  # of a request, where the server takes as many
-_TOO_MANY = "batch-size must be <="  # as Triton server says it
+TOO_MANY = "batch-size must be <="  # as Triton server says it
 T = TypeVar("T")
 
 
@@ -41,7 +41,7 @@ def in_parts(rows: int, ask: Callable[[slice], T]) -> list[T]:
             found.append(ask(slice(at, at + size)))
             at += size
         except RequestError as error:
-            if size == 1 or _TOO_MANY not in str(error):
+            if size == 1 or TOO_MANY not in str(error):
                 raise
             size //= 2
     return found

@@ -26,7 +26,7 @@ from penjing.core.graph import config as graph
 from penjing.core.text.network_inputs import texts_of
 from penjing.serve.client.protocol import GRAPH, REQUEST_SECONDS
 from penjing.serve.client.wire_tensors import DATATYPES
-from penjing.serve.families.base import Served, Signature, TensorSpec, Workload, in_parts
+from penjing.serve.families.base import TOO_MANY, Served, Signature, TensorSpec, Workload, in_parts
 from penjing.serve.families.batched import batched
 from penjing.serve.families.graph_model import GraphModel, GraphSettings, image_inputs, pixel_spec, text_input
 
@@ -101,7 +101,9 @@ def workload(
     try:
         found = _received(client.infer(sent, timeout=REQUEST_SECONDS), config)
         same = graph_differences((ONNX_RUNTIME, SERVED), expected, found, config)[0].mean <= SAME
-    except (InputError, RequestError, KeyError):
+    except (InputError, RequestError, KeyError) as error:
+        if TOO_MANY in str(error):  # which says what to do
+            raise
         same = False
     if not same:
         raise ServerError(f"{client.server} answers with other outputs than {folder}: does it serve that artifact?")

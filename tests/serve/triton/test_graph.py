@@ -113,6 +113,8 @@ def test_texts_become_tokens_in_the_server(tmp_path: Path) -> None:
 def test_the_record_through_a_server_of_small_batches(artifact: Path) -> None:
     with serving_classifier(artifact, max_batch_size=3) as served:
         assert served_parity(artifact, served.address)["same_bits"] is True
+        with pytest.raises(RequestError, match=r"batch-size must be <= 3 .* or serve with --set max_batch_size=N"):
+            bench_batched(artifact, served.address, runs=1, rows=32, threads=1)
 
 
 def test_a_network_of_one_image_takes_one_file(tmp_path: Path) -> None:
