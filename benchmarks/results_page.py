@@ -47,7 +47,7 @@ SECTIONS = {  # a title and what "This measures"
     "sharing": "Requests beside each other: what a long prompt, another key's crowd and sampling cost the others.",
     "adapters": "Adapters: what LoRA adapters cost 16 answers, in processor time of one thread, on a busy machine.",
     "adapter_quality": "Adapters beside INT8: an adapter of SmolLM2 beside its artifact, and merged before it.",
-    "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M, on a busy machine.",
+    "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M; `_of_` are texts not tuned on.",
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
     "levels": "AMX: layers and steps of SmolLM2 beside AVX-512 VNNI; processor time of one thread, busy machine.",
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import TYPE_CHECKING
 
 from penjing.serve.engine.config import EngineConfig
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 CONTEXT = 256  # tokens before a step's: longer contexts make further rows cheaper, since they share its keys
-ROUNDS = 5
+WARMING = 2  # turns that make buffers and wake the team
+ROUNDS = 9
 LONGEST_SECONDS = 2.0
 
 
 def measure_costs(runner: ModelRunner, config: EngineConfig) -> StepCosts:
-    """Run steps of one sequence, in turns, and keep the fastest of each size; some tenths of a second.
+    """Run steps of one sequence, in turns, and keep the median of each size; a second, and on a slow machine three.
 
     Args:
         runner: its cache must not hold anything yet.
@@ -33,17 +35,17 @@ def measure_costs(runner: ModelRunner, config: EngineConfig) -> StepCosts:
     if len(sizes) < 2:  # a step takes one token alone: there is nothing to weigh
         return StepCosts({1: 1.0, 2: 2.0})
     before = min(CONTEXT, room - sizes[-1])
-    fastest: dict[int, float] = {}
+    seconds: dict[int, list[float]] = {rows: [] for rows in sizes}
     begun = time.perf_counter()
-    for turn in range(ROUNDS + 1):
+    for turn in range(WARMING + ROUNDS):
         for rows in sizes:
             started = time.perf_counter()
             runner.run(_step(before, rows, config.block_size))
-            if turn > 0:  # the first turn makes buffers
-                fastest[rows] = min(fastest.get(rows, float("inf")), time.perf_counter() - started)
-        if turn > 0 and time.perf_counter() - begun > LONGEST_SECONDS:
+            if turn >= WARMING:
+                seconds[rows].append(time.perf_counter() - started)
+        if turn >= WARMING and time.perf_counter() - begun > LONGEST_SECONDS:
             break
-    return StepCosts(fastest)
+    return StepCosts({rows: median(each) for rows, each in seconds.items()})
 
 
 def _step(before: int, rows: int, block_size: int) -> Batch:

@@ -10,6 +10,7 @@ from penjing.serve.speculate.drafter import CONFIDENCES, LONGEST_MATCH, NUM_KIND
 
 MEMORY = 0.95  # of an answer's counts that is left after a guess: some 20 guesses count
 COMMON_MEMORY = 0.999  # of the counts of all answers
+LEAST_CHANCE = 0.02  # a row more costs at least 4 % of what a step of one row does
 PRIOR_WEIGHT = 4.0  # guesses that the mean of all answers stands for in one answer's
 FIRST_SHARES = (
     0.9,  # FORCED
@@ -51,10 +52,12 @@ class Acceptance:
                 return
 
     def chances(self, draft: Draft) -> list[float]:
-        """For each token of `draft` the probability that it and all before it come."""
+        """For each token of `draft` the probability that it and all before it come, as far as that is worth a look."""
         chances, chance = [], 1.0
         for kind in draft.kinds:
             prior = PRIOR_WEIGHT * self._common.share(kind)
             chance *= (self._hits[kind] + prior) / (self._trials[kind] + PRIOR_WEIGHT)
+            if chance < LEAST_CHANCE:
+                break
             chances.append(chance)
         return chances
