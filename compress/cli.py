@@ -320,6 +320,10 @@ def export(
             "python: penjing in the Python backend."
         ),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Of a model-repository: what clients call the model; by default what it is, such as graph."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Of a model-repository: a setting of `penjing serve --set`."),
@@ -336,7 +340,7 @@ def export(
     - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors # for vLLM, transformers`
     - `penjing export build/smollm2-int8 build/smollm2-w8a16 --to compressed-tensors-weights`
     - `penjing export build/smollm2-int8 smollm2.gguf --to gguf # for llama.cpp`
-    - `penjing export build/resnet-fashion-int8 models --to model-repository --set max_batch_size=128`
+    - `penjing export build/resnet-fashion-int8 models --to model-repository --name shoes --set max_batch_size=128`
     - `tritonserver --model-repository=models # serves what the line before wrote`
     """
     if to == "model-repository":
@@ -344,9 +348,9 @@ def export(
             raise ConfigError("--target is for --to onnx; a model repository takes the artifact's")
         from penjing.core.cli import write_repository
 
-        return write_repository(artifact, out, form, overrides, force=force)
-    if form or overrides:
-        raise ConfigError(f"--form and --set are for --to model-repository; leave them out with --to {to}")
+        return write_repository(artifact, out, form, overrides, name=name, force=force)
+    if form or overrides or name is not None:
+        raise ConfigError(f"--form, --name and --set are for --to model-repository; leave them out with --to {to}")
     from penjing.compress.exports import export_artifact, print_export
     from penjing.core.progress import progress_bar
 

@@ -150,6 +150,7 @@ def write_repository(
     form: Literal["onnxruntime", "python"] | None,
     overrides: list[str] | None,
     *,
+    name: str | None,
     force: bool,
 ) -> None:
     """`penjing export --to model-repository`: compress writes the other forms."""
@@ -157,7 +158,7 @@ def write_repository(
     from penjing.serve.supervisor.export import export_repository
 
     with progress_bar() as progress:
-        made = export_repository(artifact, out, form, overrides=overrides, force=force, progress=progress)
+        made = export_repository(artifact, out, form, name=name, overrides=overrides, force=force, progress=progress)
         progress.note(f"wrote {made}; serve it with 'tritonserver --model-repository={typed(out)}'")
 
 

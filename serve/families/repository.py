@@ -89,6 +89,14 @@ def models_of(repository: Path) -> list[str]:
     return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
 
 
+def call_entry(entry: Path, name: str) -> None:
+    """Write into the folder `entry` that its model is called `name`."""
+    config = entry / "config.pbtxt"
+    text, count = re.subn(r'(?m)^name: ".*"$', lambda _: f"name: {_quoted(name)}", config.read_text(encoding="utf-8"))
+    assert count == 1, f"{config} names its model once"
+    config.write_text(text, encoding="utf-8")
+
+
 def rename_entry(entry: Path, repository: Path, name: str, version: int) -> Path:
     """Make `repository` of a copy of the folder `entry`, as the model `name` in `version`, and of the models beside it
     as they are; returns it. `entry` may lie in it, and is then taken."""
@@ -99,10 +107,7 @@ def rename_entry(entry: Path, repository: Path, name: str, version: int) -> Path
             shutil.copytree(entry.parent / beside, made / beside, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(entry, made / name, ignore=shutil.ignore_patterns("__pycache__"))
     (made / name / "1").rename(made / name / str(version))
-    config = made / name / "config.pbtxt"
-    text, count = re.subn(r'(?m)^name: ".*"$', lambda _: f"name: {_quoted(name)}", config.read_text(encoding="utf-8"))
-    assert count == 1, f"{config} names its model once"
-    config.write_text(text, encoding="utf-8")
+    call_entry(made / name, name)
     shutil.rmtree(repository, ignore_errors=True)
     made.rename(repository)
     return repository

@@ -15,7 +15,7 @@ from PIL import Image
 from tritonclient.grpc import model_config_pb2
 
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
-from penjing.core.errors import InputError, RequestError
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.graph.config import GraphConfig, TensorSpec
 from penjing.core.images.decode import network_input
 from penjing.serve.families.base import family_at
@@ -187,6 +187,19 @@ def test_a_repository_has_the_networks_own_tensors(tmp_path: Path) -> None:
     ]  # fmt: skip
     config = read(export_repository(image_network(tmp_path / "one", 1), tmp_path / "singles", "python"))
     assert [list(each.dims) for each in config.input] == [[1, 3, 8, 6], [1, 3, 8, 6], [1, 1]]
+
+
+def test_a_repository_calls_its_model_as_it_is_told(tmp_path: Path) -> None:
+    net, out = two_inputs(tmp_path / "net"), tmp_path / "models"
+    made = export_repository(net, out, name="shoes-2.1")
+    assert (made, read(made).name) == (out / "shoes-2.1", "shoes-2.1")
+    assert export_repository(net, out, name="shoes-2.1", force=True) == made
+    with pytest.raises(InputError, match="not replaced"):  # a repository of another model
+        export_repository(net, out, name="hats", force=True)
+    for name in ("", "..", "-x", "a/b", "a b", "é", "x" * 64):
+        with pytest.raises(ConfigError, match="cannot be a model's name"):
+            export_repository(net, tmp_path / "none", name=name)
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_checkpoint_is_not_served_but_what_to_do_is_said(tmp_path: Path) -> None:
