@@ -49,7 +49,7 @@ SECTIONS = {  # a title and what "This measures"
     "adapter_quality": "Adapters beside INT8: an adapter of SmolLM2 beside its artifact, and merged before it.",
     "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M; `_of_` are texts not tuned on.",
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
-    "levels": "AMX: layers and steps of SmolLM2 beside AVX-512 VNNI; processor time of one thread, busy machine.",
+    "levels": "AMX and AVX-VNNI: layers and steps of SmolLM2 beside AVX-512 and AVX2; one thread's processor time.",
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",
     "int4_quality": "Quality of 4-bit weights: how far perplexity rises, beside llama.cpp's own files of SmolLM2.",
     "kernels_gpu": "GPU kernels: the speed of the Triton-language kernels and of the engine on a GPU.",
