@@ -54,7 +54,7 @@ def read_rows(
         partial(picture_of, config, formats=FORMATS),
         images,
         context,
-        setting.replace("rows", "row_images"),
+        f"{setting.removesuffix('s')}_images",
     )
     rows: list[Sighted] = []
     if files := [each for each in named if each not in SCENES]:

@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path, tmp_path: Path, tiny
         ("{", "1 of 1 rows are bad: .*line 1: it is no JSON .*; correct them$"),
         (
             json.dumps({"prompt": f"{TOKEN}x", "completion": "y", "images": ["none.png"]}),
-            "none.png is no file; correct",
+            r"none.png is no file; {images} = .* is the folder of images that rows name; correct",
         ),
     ],
 )
@@ -296,6 +296,7 @@ def test_damaged_rows_are_refused_by_the_setting_that_names_them(
     given = {key: [str(tmp_path / "rows.jsonl")], f"{images}_images": str(folder)}
     recipe = values(folder, tmp_path / "out", prune("vision_ffn", method="activation"))
     recipe[section] |= given
+    message = message.replace("{images}", rf"{section}\.{images}_images")
     with pytest.raises(InputError, match=rf"^{section}\.{key}:?.*{message}"):
         run_recipe(recipe)
     assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from statistics import NormalDist
 
@@ -69,8 +70,10 @@ def test_a_model_is_asked_where_it_listens(
     monkeypatch.setattr(ab, "Client", lambda server, *, model, timeout: asked.append((server, model)))
     port = free_ports(1)[0]
     with state.owning(port):
-        state.write_state(state.ServerState("ready", "/models/a", host, port, 0, 2, 1, name="llm"))
-        assert write_fleet(FleetState("ready", port, 1, models={"llm:1": {"grpc_port": port}}))
+        state.write_state(
+            state.ServerState("ready", "/models/a", host, port, 0, 2, 1, name="llm", fleet_pid=os.getpid())
+        )
+        assert write_fleet(FleetState("ready", port, os.getpid(), models={"llm:1": {"grpc_port": port}}))
         ab._client("llm:1")
     assert asked == [(f"{address}:{port}", "llm")]
 
