@@ -13,7 +13,7 @@ from penjing.serve.speculate.lookup import Places
 MOST_TOKENS = 1 << 15  # of one list; both take some 15 MB
 APART = -1  # between two pieces
 PIECE = 32  # tokens of an answer that are told at once, because several answers grow side by side
-OVERLAP = 2  # tokens of the piece before, so that what follows a pair is known across pieces
+OVERLAP = 2  # tokens of the answer's piece before, so that what follows a pair is known across pieces
 
 
 class Told:
@@ -57,7 +57,8 @@ class Telling:
     """
 
     def __init__(self, told: Told, token_ids: list[int], begin: int) -> None:
-        self._told, self._token_ids, self._begin = told, token_ids, begin
+        self._told, self._token_ids = told, token_ids
+        self._begin = self._first = begin
 
     def draft(self, most: int) -> Draft:
         if len(self._token_ids) - self._begin >= PIECE:
@@ -67,5 +68,5 @@ class Telling:
     def tell(self) -> None:
         """What has not been told."""
         if len(self._token_ids) > self._begin:
-            self._told.add(self._token_ids[max(self._begin - OVERLAP, 0) :])
+            self._told.add(self._token_ids[max(self._begin - OVERLAP, self._first) :])
             self._begin = len(self._token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +14,13 @@ from penjing.core.errors import RequestError
 from penjing.serve.engine import speculation
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
+from penjing.serve.engine.sequence import Batch
 from penjing.serve.engine.speculation import MOST_GUESSES
 from penjing.serve.runner.costs import measure_costs
 from penjing.serve.sampling.constraint import Constraint
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.drafter import FORCED, Draft
+from penjing.serve.speculate.told import PIECE
 from tests.serve.tiny import DEFAULTS, VOCAB_SIZE, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
 
 PATHS = ["fp32", "int8", "window", "fp32-torch", "kv-int8", "key-blocks"]
@@ -323,6 +325,40 @@ def test_costs_are_measured_in_any_engine(settings: dict[str, Any]) -> None:
     guessing = tiny_engine(None, speculate="lookup", max_num_sequences=1, **settings)
     generated = generate(guessing, [3], max_tokens=2, ignore_eos=True)
     assert generated[-1].finish_reason == "length"
+
+
+def test_costs_are_those_of_usual_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of all turns was kept, and turns that warmed up counted."""
+    now, seen = [0.0], [0]
+
+    class Paced:
+        def run(self, batch: Batch) -> None:
+            seen[0] += batch.num_tokens == 1
+            strange = {1: 9.0, 2: 9.0, 5: 0.1}.get(seen[0], 1.0)  # turns
+            now[0] += 0.001 * batch.num_tokens * strange
+
+    monkeypatch.setattr("penjing.serve.runner.costs.time.perf_counter", lambda: now[0])
+    costs = measure_costs(cast(Any, Paced()), tiny_engine(None).config)
+    assert [costs.of(rows) for rows in (1, 2, 4)] == pytest.approx([0.001, 0.002, 0.004])
+
+
+def test_an_answer_that_another_has_given_comes_in_fewer_steps() -> None:
+    engine = tiny_engine(speculate="lookup")
+    assert engine.speculation is not None
+    engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+
+    def asked(name: str) -> tuple[int, list[int]]:
+        before = engine.stats().num_steps
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=PIECE - 2, ignore_eos=True)
+        (found,) = run_all(engine, [Request(name, [5, 6, 7], params)]).values()
+        return engine.stats().num_steps - before, ids_of(found)
+
+    (first, ids), (again, same) = asked("first"), asked("again")
+    assert same == ids
+    assert again < first - 10
+    engine.speculation.forget_told()
+    forgotten, _ = asked("forgotten")
+    assert forgotten > again + 10
 
 
 def test_answers_that_ended_are_forgotten() -> None:

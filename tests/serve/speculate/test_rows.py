@@ -69,6 +69,13 @@ def test_a_drafter_that_fails_is_left_out_soon_and_comes_back_when_it_hits() -> 
     assert share_rows([acceptance.chances(draft)], 1, COSTS) == [4]
 
 
+def test_guesses_that_hardly_come_are_not_weighed() -> None:
+    acceptance = Acceptance(Shares())
+    chances = acceptance.chances(Draft([1] * 16, [1] * 16))
+    assert len(chances) == 1
+    assert len(acceptance.chances(Draft([1] * 16, [8] * 16))) == 16
+
+
 def test_a_new_answer_begins_with_what_became_of_the_others() -> None:
     common = Shares()
     old = Acceptance(common)
