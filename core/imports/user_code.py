@@ -27,9 +27,8 @@ def user_function(spec: str) -> Any:
     assert found is not None
     module = importlib.util.module_from_spec(found)
     if (beside := str(path.absolute().parent)) not in sys.path:
-        sys.path.append(
-            beside
-        )  # behind all else: a neighbour's name must not hide a package that penjing imports later
+        # Behind all else: a neighbour's name must not hide a package that penjing imports later.
+        sys.path.append(beside)
     with named_errors(spec):
         # Not by its loader, which takes kept bytecode for a file of the same size that changed within a second.
         exec(compile(path.read_bytes(), path.absolute(), "exec"), vars(module))

@@ -26,6 +26,9 @@ OF_WEIGHTS = "of_weights"
 DECODER, CLASSIFIER, ENCODER, GRAPH, TOWERS = "llm", "classifier", "encoder", "graph", "towers"
 """What the models of penjing's own families are called on the server."""
 
+MODEL_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}"
+"""Pattern of what a model may be called: a folder, and a part of a URL."""
+
 SIGHT = "sight"
 """What a decoder sees with is called on the server where it is a model of its own."""
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from penjing.core.errors import ConfigError
 from penjing.core.files import publish_folder
 from penjing.core.progress import Progress, Silent
+from penjing.serve.client.protocol import MODEL_NAME
 from penjing.serve.families.base import Form, family_at, read_overrides
 from penjing.serve.families.repository import call_entry
-
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")  # as `penjing serve` takes them
 
 
 def export_repository(
@@ -43,7 +42,7 @@ def export_repository(
             not have.
     """
     progress = progress or Silent()
-    if name is not None and not NAME.fullmatch(name):
+    if name is not None and not re.fullmatch(MODEL_NAME, name):
         raise ConfigError(
             f"{name!r} cannot be a model's name, which has up to 63 letters, digits, _, . and -, and begins with none "
             "of the last two"
