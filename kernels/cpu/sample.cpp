@@ -47,16 +47,40 @@ void change_logits(const SampleRow& row, float* x, int64_t vocab) {
     }
     for (int64_t i = 0; i < row.num_bias; ++i) x[row.bias_ids[i]] += row.bias[i];
     for (int64_t i = 0; i < row.num_forbidden; ++i) x[row.forbidden[i]] = NEVER;
-    if (row.mask) {
-        for (int64_t begin = 0; begin < vocab; begin += 32) {
-            const uint32_t bits = row.mask[begin / 32];
-            const int64_t end = std::min(begin + 32, vocab);
-            if (bits == 0) std::fill(x + begin, x + end, NEVER);
-            else if (bits != ~0u)
-                for (int64_t i = begin; i < end; ++i)
-                    if (!(bits >> (i - begin) & 1)) x[i] = NEVER;
+}
+
+void forbid_by_mask(const uint32_t* mask, float* x, int64_t vocab) {
+    for (int64_t begin = 0; begin < vocab; begin += 32) {
+        const uint32_t bits = mask[begin / 32];
+        const int64_t end = std::min(begin + 32, vocab);
+        if (bits == 0) std::fill(x + begin, x + end, NEVER);
+        else if (bits != ~0u)
+            for (int64_t i = begin; i < end; ++i)
+                if (!(bits >> (i - begin) & 1)) x[i] = NEVER;
+    }
+}
+
+int64_t count_allowed(const uint32_t* mask, int64_t vocab) {
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < vocab; begin += 32) {
+        const uint32_t within = vocab - begin < 32 ? (1u << (vocab - begin)) - 1 : ~0u;
+        count += __builtin_popcount(mask[begin / 32] & within);
+    }
+    return count;
+}
+
+// The logits of allowed tokens, which may lie where `x` does, and the tokens.
+int64_t gather_allowed(const uint32_t* mask, const float* x, int64_t vocab, float* value, int32_t* id) {
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < vocab; begin += 32) {
+        for (uint32_t bits = mask[begin / 32]; bits; bits &= bits - 1) {
+            const int64_t token = begin + __builtin_ctz(bits);
+            if (token >= vocab) break;
+            value[count] = x[token];
+            id[count++] = static_cast<int32_t>(token);
         }
     }
+    return count;
 }
 
 // The k-th largest of n values, 1 ≤ k ≤ n.
@@ -125,15 +149,26 @@ int64_t draw(const Ops& ops, const float* weight, int64_t n, double total, doubl
 // `peak`: the largest logit.
 int32_t choose(const Ops& ops, const SampleRow& row, int64_t vocab, float peak, const Room& room) {
     const float* x = row.logits;
-    if (row.repetition != 1.0f || row.presence != 0 || row.frequency != 0 || row.num_bias || row.num_forbidden ||
-        row.mask) {
-        change_logits(row, room.logits, vocab);
-        x = room.logits;
-        peak = ops.peak_of_row(x, vocab);
-    }
-    if (row.temperature == 0 || peak == NEVER) return static_cast<int32_t>(std::find(x, x + vocab, peak) - x);
     int64_t count = vocab;
     const int32_t* id = nullptr;  // null: the place is the token
+    const int64_t allowed = row.mask && row.top_k <= 0 ? count_allowed(row.mask, vocab) : vocab;
+    const bool few = allowed > 0 && allowed < vocab / 8;  // one by one more of them take longer than all in vectors
+    const bool many = row.mask && !few;
+    if (row.repetition != 1.0f || row.presence != 0 || row.frequency != 0 || row.num_bias || row.num_forbidden || many) {
+        change_logits(row, room.logits, vocab);
+        x = room.logits;
+    }
+    if (many) forbid_by_mask(row.mask, room.logits, vocab);
+    if (few) {
+        count = gather_allowed(row.mask, x, vocab, room.logits, room.id);
+        x = room.logits;
+        id = room.id;
+    }
+    if (x != row.logits) peak = ops.peak_of_row(x, count);
+    if (row.temperature == 0 || peak == NEVER) {
+        const int64_t at = std::find(x, x + count, peak) - x;
+        return id ? id[at] : static_cast<int32_t>(at);
+    }
     if (row.top_k > 0 && row.top_k < vocab) {
         const float least = kth_largest(ops, x, vocab, row.top_k, room);
         count = ops.gather_from(x, vocab, least, room.value, room.id);

@@ -77,6 +77,10 @@ class Answer:
         """What holds the answer to a form, if anything does."""
         return self._constraint
 
+    def masked_by(self) -> Constraint | None:
+        """What must compute its mask before the next token is chosen."""
+        return None if self._chooser.asks_later else self._constraint
+
     @property
     def room(self) -> int:
         """Tokens that may still come, 1 at least while the answer goes on."""

@@ -22,7 +22,7 @@ from penjing.serve.engine.scheduler import Scheduler, largest_window
 from penjing.serve.engine.sequence import Batch, Sequence, SequenceChunk
 from penjing.serve.engine.speculation import Speculation, without_drafts
 from penjing.serve.engine.stats import EngineStats, Samples
-from penjing.serve.sampling.choice import NOT_FINITE, Choice, StepScores, Wanted, choose_rows
+from penjing.serve.sampling.choice import Choice, StepScores, Wanted, choose_rows
 from penjing.serve.sampling.constraint import Constraints
 from penjing.serve.sight.images import Images
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from penjing.core.checkpoint.load import LoadedModel
 
 MAX_RETRY_SECONDS = 60
-NOT_FINITE_WORDS = "the model's logits are not finite numbers for this input (an overflow or damaged weights)"
 
 log = logging.getLogger(__name__)
 
@@ -246,17 +245,15 @@ class LLMEngine:
         ready = [ready[number] for number in numbers]
         choices = choose_rows(self._wanted(ready), scores, numbers)
         outputs: list[RequestOutput] = []
-        failed = {sequence for sequence, choice in zip(ready, choices, strict=True) if choice.token == NOT_FINITE}
+        failed: dict[Sequence, PenjingError] = {each: error for each, error in errors.items() if error is not None}
+        failed |= {each: error for each, choice in zip(ready, choices, strict=True) if (error := choice.error)}
+        for sequence, error in failed.items():
+            # They end before their blocks are published: nobody else shall find keys and values that may be wrong.
+            outputs += self._end_all([sequence], error)
         if failed:
-            # They end before their blocks are published: nobody else shall find these keys and values.
-            outputs += self._end_all(list(failed), ServerError(NOT_FINITE_WORDS))
             chunks = [chunk for chunk in batch.chunks if chunk.sequence not in failed]
             batch = Batch(chunks, sum(chunk.num_tokens for chunk in chunks))
         self.scheduler.advance(batch)
-        for sequence, error in errors.items():
-            if error is not None and sequence not in failed:
-                failed.add(sequence)
-                outputs += self._end_all([sequence], error)
         now = time.monotonic()
         for number, sequence, choice in zip(numbers, ready, choices, strict=True):
             if sequence in failed:
@@ -287,7 +284,7 @@ class LLMEngine:
             }
             depth += 1
             for sequence in list(going):
-                constraint = self._answers[sequence].constraint
+                constraint = self._answers[sequence].masked_by()
                 try:
                     if constraint is not None:
                         constraint.fill()
@@ -297,8 +294,8 @@ class LLMEngine:
             wanted = [self._answers[sequence].wanted() for sequence in going]
             choices = choose_rows(wanted, scores, [row + depth for row in going.values()])
             for sequence, choice in zip(going, choices, strict=True):
-                if choice.token == NOT_FINITE:
-                    outputs += self._end_all([sequence], ServerError(NOT_FINITE_WORDS))
+                if error := choice.error:
+                    outputs += self._end_all([sequence], error)
                     continue
                 self._num_accepted_tokens += 1
                 if self.speculation is not None:
@@ -324,11 +321,11 @@ class LLMEngine:
         return wanted
 
     def _start_masks(self, batch: Batch) -> tuple[list[Sequence], Future[list[RequestError | None]] | None]:
-        """The sequences of `batch` that are held to a form; what may come next there is computed on another thread."""
+        """The sequences of `batch` whose next token is chosen by a mask, which is computed on another thread."""
         wanted = {
             sequence: constraint
             for sequence, num_tokens in batch.chunks
-            if (constraint := self._answers[sequence].constraint) is not None
+            if (constraint := self._answers[sequence].masked_by()) is not None
             and sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
         }
         return list(wanted), self.constraints.start(list(wanted.values())) if wanted else None

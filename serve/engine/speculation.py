@@ -124,7 +124,7 @@ class Speculation:
         drafter = DRAFTERS["lookup" if self._lookup else "forced"](answer.sequence.token_ids)
         token_ids, telling = answer.sequence.token_ids, None
         if answer.constraint is not None:
-            drafter = ForcedDrafter(answer.constraint, drafter)
+            drafter = ForcedDrafter(token_ids, answer.constraint, drafter)
         elif self._lookup:
             telling = Telling(self._told, token_ids, answer.sequence.num_prompt_tokens)
         made = self._guessing[answer.sequence] = _Guessing(

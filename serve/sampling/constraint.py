@@ -64,23 +64,25 @@ class _Account:
 class Constraint:
     """One answer's form and how far it is; belongs to the engine's thread."""
 
-    def __init__(self, matcher: Any, vocab_size: int, account: _Account | None = None) -> None:
-        self._matcher, self._account = matcher, account or _Account()
+    def __init__(self, matcher: Any, vocab_size: int, seconds: deque[float], account: _Account | None = None) -> None:
+        self._matcher, self._seconds, self._account = matcher, seconds, account or _Account()
         self.mask = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
         """A bit for each token that may come next, after `fill`."""
 
     def fork(self) -> Constraint:
         """The same state, for another answer of the request."""
-        return Constraint(self._matcher.deep_copy(), 32 * len(self.mask), self._account)
+        return Constraint(self._matcher.deep_copy(), 32 * len(self.mask), self._seconds, self._account)
 
     def fill(self) -> None:
-        """Bring `mask` up to date; takes microseconds, at times a millisecond, without Python's lock.
+        """Bring `mask` up to date; takes microseconds, at times a millisecond, without Python's lock; that is noted.
 
         Raises:
             RequestError: the form is too complex for the library's limits, or has taken too much time.
         """
+        started = time.perf_counter()
         self._account.spend(lambda: self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes))
         self._raise_error()
+        self._seconds.append(time.perf_counter() - started)
 
     def push(self, token_id: int) -> bool:
         """Take the token that was chosen; whether the answer is complete, so that none may follow.
@@ -112,7 +114,7 @@ class Constraint:
 
 
 class Constraints:
-    """Makes constraints for one model, and computes their masks on a thread beside the step."""
+    """Makes constraints for one model, and computes masks that are needed in any case on a thread beside the step."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -143,7 +145,7 @@ class Constraints:
         matcher = self._read(lambda: LLMatcher(self._words, grammar, log_level=0, limits=limits))
         if matcher.is_error():
             raise RequestError(f"sampling parameter guided: this {guided.kind} is refused: {_reason(matcher)}")
-        return Constraint(matcher, self._vocab_size)
+        return Constraint(matcher, self._vocab_size, self._seconds)
 
     def _read(self, work: Callable[[], Any]) -> Any:
         """What `work` gives, on a thread of its own: one that takes too long goes on behind all others, and holds
@@ -177,20 +179,19 @@ class Constraints:
     def start(self, constraints: Sequence[Constraint]) -> Future[list[RequestError | None]]:
         """Compute the masks of a step on another thread, as one piece of work: to hand over each by itself costs more
         than half of them do. The result tells what was wrong with each."""
-        return self._pool.submit(lambda: [self._fill(constraint) for constraint in constraints])
+        return self._pool.submit(lambda: [_fill(constraint) for constraint in constraints])
 
     def take_seconds(self) -> list[float]:
         """What each mask since the last call has taken."""
         return [self._seconds.popleft() for _ in range(len(self._seconds))]
 
-    def _fill(self, constraint: Constraint) -> RequestError | None:
-        started = time.perf_counter()
-        try:
-            constraint.fill()
-        except RequestError as error:
-            return error
-        self._seconds.append(time.perf_counter() - started)
-        return None
+
+def _fill(constraint: Constraint) -> RequestError | None:
+    try:
+        constraint.fill()
+    except RequestError as error:
+        return error
+    return None
 
 
 def _reason(matcher: Any) -> str:

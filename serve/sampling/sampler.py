@@ -156,16 +156,14 @@ def exact(weights: np.ndarray) -> np.ndarray:
 def sample(
     logits_V: np.ndarray,
     params: SamplingParams,
-    seed: int,
-    index: int,
-    position: int,
+    number: float,
     counts: TokenCounts | None,
     forbidden: np.ndarray | None,
     allowed_V: np.ndarray | None = None,
 ) -> int:
     """One token id from a row of float32 logits, which is left as it is.
 
-    `position` counts the tokens generated before; `counts` is needed when there are penalties; `forbidden` ids cannot
+    `number` in [0, 1) says where to draw; `counts` is needed when there are penalties; `forbidden` ids cannot
     be chosen (what would end the answer before `min_tokens`), nor what `allowed_V`, bool, leaves out.
     """
     logits_V = logits_V.copy()
@@ -180,7 +178,7 @@ def sample(
         if params.temperature < GREEDY_BELOW:
             return int(logits_V.argmax())
         ids, weights = keep_top(logits_V, params)
-    return draw(ids, weights, uniform(seed, index, position))
+    return draw(ids, weights, number)
 
 
 def top_logprobs(logits_V: np.ndarray, chosen: int, count: int) -> list[tuple[int, float, int]]:

@@ -16,8 +16,8 @@ from penjing.core.errors import OverloadedError, RequestError
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.sampling import constraint as constraint_module
-from penjing.serve.sampling.constraint import Constraint
-from penjing.serve.sampling.guided import MAX_BYTES, MAX_DEPTH
+from penjing.serve.sampling.constraint import Constraint, allowed
+from penjing.serve.sampling.guided import MAX_BYTES, MAX_DEPTH, Guided
 from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import EOS, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
 
@@ -157,6 +157,20 @@ def test_a_call_that_was_begun_freely_is_held_to_its_parameters(engine: LLMEngin
     constraint.fill()
     assert constraint.mask.nonzero()[0].tolist() == [ord("a") // 32]
     assert int(constraint.mask[ord("a") // 32]) == 1 << ord("a") % 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_token_is_allowed_exactly_if_its_bit_is_set(engine: LLMEngine, seed: int) -> None:
+    """Answers are chosen by the one or by the other."""
+    random = Random(seed)
+    guided = Guided(kind="tools", value={"tools": TOOLS}) if seed == 0 else Guided(kind="json_schema", value=SCHEMA)
+    constraint = engine.constraints.make(guided)
+    for _ in range(120):
+        constraint.fill()
+        bits = allowed(constraint.mask, engine.model_config.vocab_size)
+        assert [bool(constraint.num_allowed([token])) for token in range(len(bits))] == bits.tolist()
+        if constraint.push(random.choice(bits.nonzero()[0].tolist())):
+            return
 
 
 def test_answers_do_not_depend_on_what_else_runs(engine: LLMEngine) -> None:

@@ -14,17 +14,11 @@ from penjing.serve.sampling import choice as module
 from penjing.serve.sampling.choice import NOT_FINITE, Chooser, StepScores, Wanted, choose_rows
 from penjing.serve.sampling.params import SamplingParams
 from tests.kernels.cpu import needs_extension
+from tests.serve.sampling.masks import Mask
 
 pytestmark = needs_extension
 LARGEST = float(np.finfo(np.float32).max)
 VALUES = [-np.inf, np.inf, np.nan, LARGEST, -LARGEST, 0.0, -0.0, 1e-45, 1.0, -1.0, 88.0]
-
-
-class Mask:
-    """Stands in for a constraint whose bits are given."""
-
-    def __init__(self, words: list[int]) -> None:
-        self.mask = np.array(words, np.uint32)
 
 
 @settings(max_examples=200)
@@ -43,7 +37,7 @@ def test_any_logits(data: st.DataObject, vocab: int, masked: bool) -> None:
         logprobs=data.draw(st.sampled_from([None, 0, 20])),
     )
     words = st.integers(1, 2**32 - 1)
-    mask: Any = Mask([data.draw(words) | 1 for _ in range(-(-vocab // 32))]) if masked else None
+    mask: Any = Mask(np.array([data.draw(words) | 1 for _ in range(-(-vocab // 32))], np.uint32)) if masked else None
     wanted = [Wanted(Chooser(params, 3, 0, [0, vocab - 1], [], mask))]
     (found,) = choose_rows(wanted, StepScores(logits))
     with pytest.MonkeyPatch.context() as patch:

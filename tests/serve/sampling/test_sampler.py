@@ -103,16 +103,16 @@ def test_bias_and_forbidden_tokens_decide_a_greedy_choice() -> None:
     logits_V = logits_of(4)
     best = int(logits_V.argmax())
     params = SamplingParams(temperature=0, logit_bias={7: 100.0})
-    assert sample(logits_V, params, 0, 0, 0, None, None) == 7
+    assert sample(logits_V, params, 0.0, None, None) == 7
     runner_up = int(np.argsort(logits_V)[-2])
-    assert sample(logits_V, SamplingParams(temperature=0), 0, 0, 0, None, np.array([best])) == runner_up
+    assert sample(logits_V, SamplingParams(temperature=0), 0.0, None, np.array([best])) == runner_up
     assert int(logits_V.argmax()) == best, "the row is left as it was"
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-45, 0.0])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits_V = logits_of(5)
-    assert sample(logits_V, SamplingParams(temperature=temperature), 1, 0, 0, None, None) == int(logits_V.argmax())
+    assert sample(logits_V, SamplingParams(temperature=temperature), 0.9, None, None) == int(logits_V.argmax())
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -120,7 +120,7 @@ def test_draws_follow_the_distribution() -> None:
     fixed."""
     logits_V = logits_of(6, size=20, scale=1.0)
     probabilities = transformers_probabilities(logits_V, SamplingParams())
-    draws = [sample(logits_V, SamplingParams(), 11, 0, position, None, None) for position in range(20_000)]
+    draws = [sample(logits_V, SamplingParams(), uniform(11, 0, position), None, None) for position in range(20_000)]
     counts = np.bincount(draws, minlength=20)
     expected = probabilities * len(draws)
     assert ((counts - expected) ** 2 / expected).sum() < 43.8
@@ -192,6 +192,6 @@ def test_extreme_parameters_give_a_token(
     )  # fmt: skip
     counts = TokenCounts([1, 2, 3])
     counts.add(5)
-    token = sample(logits_of(seed, scale=scale), params, seed, 0, 0, counts, np.array([7, 8]))
+    token = sample(logits_of(seed, scale=scale), params, uniform(seed, 0, 0), counts, np.array([7, 8]))
     assert 0 <= token < VOCAB
     assert token not in (7, 8)

@@ -83,8 +83,10 @@ class Form:
 
     def __init__(self, forced: list[int], allowed: int) -> None:
         self._forced, self._allowed = forced, allowed
+        self.num_asked = 0
 
     def forced(self) -> list[int]:
+        self.num_asked += 1
         return self._forced
 
     def num_allowed(self, token_ids: list[int]) -> int:
@@ -93,10 +95,24 @@ class Form:
 
 def test_what_a_form_forces_comes_first_and_what_it_forbids_is_not_guessed() -> None:
     lookup = LookupDrafter([5, 6, 7, 8, 9, 5, 6])
-    assert ForcedDrafter(cast(Any, Form([1, 2, 3], 0)), lookup).draft(2) == Draft([1, 2], [FORCED] * 2)
-    assert ForcedDrafter(cast(Any, Form([], 2)), lookup).draft(4) == Draft([7, 8], [2, 3])
-    assert ForcedDrafter(cast(Any, Form([], 0)), lookup).draft(4) == NO_DRAFT
-    assert ForcedDrafter(cast(Any, Form([1], 1)), lookup).draft(0) == NO_DRAFT
+    assert ForcedDrafter([], cast(Any, Form([1, 2, 3], 0)), lookup).draft(2) == Draft([1, 2], [FORCED] * 2)
+    assert ForcedDrafter([], cast(Any, Form([], 2)), lookup).draft(4) == Draft([7, 8], [2, 3])
+    assert ForcedDrafter([], cast(Any, Form([], 0)), lookup).draft(4) == NO_DRAFT
+    assert ForcedDrafter([], cast(Any, Form([1], 1)), lookup).draft(0) == NO_DRAFT
+
+
+def test_what_is_left_of_forced_tokens_is_kept_and_not_asked_for_again() -> None:
+    tokens, form = [5], Form([1, 2, 3, 4], 0)
+    drafter = ForcedDrafter(tokens, cast(Any, form), LookupDrafter(tokens))
+    assert drafter.draft(2).token_ids == [1, 2]
+    tokens += [1, 2]
+    assert drafter.draft(9).token_ids == [3, 4]
+    assert form.num_asked == 1
+    tokens += [3, 4]
+    assert drafter.draft(9).token_ids == [1, 2, 3, 4], "all of it came, so that the form says what follows"
+    tokens += [1, 7]
+    assert drafter.draft(9).token_ids == [1, 2, 3, 4], "it was cut into other tokens"
+    assert form.num_asked == 3
 
 
 def test_random_tokens_are_hardly_guessed() -> None:
