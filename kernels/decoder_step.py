@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penjing.kernels.activation import ACTIVATIONS
 from penjing.kernels.cpu import library as abi
-from penjing.kernels.cpu.checks import float_linear
+from penjing.kernels.cpu.checks import check, float_linear
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.cpu.kv_layout import check_int8_head_dim, page_dtype
@@ -72,6 +72,7 @@ class DecoderStep:
         eps: float,
         inverse_frequency_F: Tensor,
         max_positions: int,
+        positions_PE: Tensor | None = None,
         rotary_scale: float = 1.0,
         attention_cap: float | None = None,
         logit_cap: float | None = None,
@@ -84,6 +85,7 @@ class DecoderStep:
             final_norm: (hidden,); None: what leaves the last layer enters the head.
             inverse_frequency_F: (head_dim / 2,) float32, radians a token, or a row for each way that layers rotate.
             max_positions: positions 0 … max_positions − 1 may occur.
+            positions_PE: (max_positions, hidden) what is added at each position to what enters the first layer.
             rotary_scale: by what queries and keys that the first row rotates grow, as YaRN does it.
             attention_cap, logit_cap: scores and logits become cap × tanh(score / cap); None: they stay.
 
@@ -125,6 +127,10 @@ class DecoderStep:
             logit_cap=logit_cap or 0.0,
         )
         self._set_embedding(model, embedding_VE, lm_head)
+        if positions_PE is not None:
+            table = positions_PE.detach().float().contiguous()
+            model.positions = _address("positions_PE", table, torch.float32, (max_positions, self.hidden))
+            self._kept.append(table)
         # Of a tied table the packed head has a copy.
         in_head = isinstance(embedding_VE, Int8Table) and embedding_VE.channel_E is not None
         self._kept += [c_layers] if in_head else [c_layers, embedding_VE]
@@ -354,6 +360,7 @@ class DecoderStep:
         out.out = packer.pack([layer.out])
         out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation == "gelu_tanh")
         out.activation, out.gated = ACTIVATIONS.index(layer.activation), layer.up is not None
+        out.curve[:] = layer.curve
         out.parallel = layer.parallel
         out.down = packer.pack([layer.down])
         for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
@@ -383,17 +390,5 @@ class DecoderStep:
 
 
 def _address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:
-    sizes = tensor.shape
-    if (
-        len(sizes) != len(shape)
-        or tensor.dtype != dtype
-        or not tensor.is_contiguous()
-        or any(want is not None and want != have for want, have in zip(shape, sizes, strict=True))
-        or tensor.device.type != "cpu"
-    ):
-        wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(
-            f"{name} has shape {tuple(sizes)}, {tensor.dtype}, strides {tensor.stride()} on {tensor.device}; "
-            f"contiguous {dtype} ({wanted}) on the CPU is needed"
-        )
+    check(name, tensor, dtype, shape)
     return tensor.data_ptr()

@@ -73,6 +73,8 @@ class LayerWeights:
     """Whether they come after the rotation."""
     activation: Activation = "silu"
     """Of the gate; with `up` silu or gelu_tanh."""
+    curve: tuple[float, float] = (0.0, 0.0)
+    """Of xielu."""
     parallel: bool = False
     """Whether the MLP reads what attention reads, and both are added."""
     rotary: int = 0

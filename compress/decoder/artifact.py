@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from penjing.compress.decoder.check import check_finite, linear_modules, transformed
-from penjing.compress.decoder.head import compress_embedding, compress_head, embed_for_calibration, unties
+from penjing.compress.decoder.head import (
+    compress_embedding,
+    compress_head,
+    compress_positions,
+    embed_for_calibration,
+    unties,
+)
 from penjing.compress.decoder.layer import FEW_ROWS, Activations, Rotations, compress_layer
 from penjing.compress.decoder.rotate import rotation_signs
 from penjing.compress.decoder.settings import Int8Settings
@@ -184,7 +190,8 @@ class _Layers:
         return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from compress_embedding(self.stream, self.settings, self.rotations).items()
+        for tables in (compress_embedding, compress_positions):
+            yield from tables(self.stream, self.settings, self.rotations).items()
         self.progress.advance()
         for layer in range(self.config.num_hidden_layers):
             for name, tensor in self.tasks.load(_layer_name(layer)).items():

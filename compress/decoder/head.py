@@ -12,7 +12,7 @@ from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, int8_rule, qua
 from penjing.compress.decoder.rotate import rotate_input
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
-from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LayerStream, Weights
+from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, POSITIONS, LayerStream, Weights
 from penjing.compress.decoder.weights import (
     ROWS_AT_ONCE,
     ErrorMeter,
@@ -66,15 +66,28 @@ def compress_embedding(stream: LayerStream, settings: Int8Settings, rotations: R
             for rows_RE in table_VE.split(ROWS_AT_ONCE)
         ]
         return quantized_tensors(EMBEDDING_MODULE, _joined(blocks))
-    stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[settings.embedding_dtype])
+    return {EMBEDDING: _rotated(EMBEDDING, table_VE, settings.embedding_dtype, rotations)}
+
+
+def compress_positions(stream: LayerStream, settings: Int8Settings, rotations: Rotations | None) -> Weights:
+    """The table of learned positions, if there is one, in floating point.
+
+    Raises:
+        InputError: a value does not fit the dtype.
+    """
+    if not stream.config.learned_positions:
+        return {}
+    dtype = "float16" if settings.embedding_dtype == "int8" else settings.embedding_dtype
+    return {POSITIONS: _rotated(POSITIONS, stream.stored(POSITIONS), dtype, rotations)}
+
+
+def _rotated(name: str, table_VE: Tensor, dtype: str, rotations: Rotations | None) -> Tensor:
+    stored_VE = torch.empty(table_VE.shape, dtype=DTYPES[dtype])
     for rows_RE, stored_RE in zip(table_VE.split(ROWS_AT_ONCE), stored_VE.split(ROWS_AT_ONCE), strict=True):
         stored_RE.copy_(rows_RE if rotations is None else rotate_input(rows_RE, rotations.residual_EE))
     if not torch.isfinite(stored_VE).all():
-        raise InputError(
-            f"{EMBEDDING} has values beyond {settings.embedding_dtype}; "
-            "use --set steps.N.embedding_dtype=bfloat16 or float32"
-        )
-    return {EMBEDDING: stored_VE}
+        raise InputError(f"{name} has values beyond {dtype}; use --set steps.N.embedding_dtype=bfloat16 or float32")
+    return stored_VE
 
 
 def embed_for_calibration(

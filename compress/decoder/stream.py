@@ -21,7 +21,7 @@ from penjing.core.runtime.schemes import Scheme, has_int8_embedding, quantized_m
 from penjing.kernels.rms_norm import rms_norm
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-HEAD_BIAS = "lm_head.bias"
+HEAD_BIAS, POSITIONS = "lm_head.bias", "model.embed_positions.weight"
 LOGIT_ROWS = 128  # rows of logits at a time: 128 × 49 152 float32 are 25 MB
 
 Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer: "self_attn.q_proj.weight"
@@ -64,8 +64,12 @@ class LayerStream:
     def embed(self, windows_WT: Tensor) -> Tensor:
         """(W, T) token ids → (W, T, E) float32 hidden states."""
         if self._int8_table:
-            return stored_table(self.stored, self.config.tie_word_embeddings).rows(windows_WT)
-        return F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
+            embedded = stored_table(self.stored, self.config.tie_word_embeddings).rows(windows_WT)
+        else:
+            embedded = F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
+        if self.config.learned_positions:
+            embedded = embedded + self.stored(POSITIONS)[: windows_WT.shape[1]].to(torch.float32)
+        return embedded
 
     def weights(self, layer: int) -> Weights:
         """The float32 tensors of `layer`, dequantized where they are quantized; a copy that may be changed."""

@@ -11,22 +11,22 @@ from __future__ import annotations
 from penjing.core.errors import InputError
 from penjing.core.folded.fold import Family, Fold, Values, config_of, flag_of, number_of, partial_of, sliding_of
 
-_GELUS = {"gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-_TANH_FIRST = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
+GELUS = {"gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+TANH_FIRST = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 _ONE_NORM = {"post_attention_layernorm": "input_layernorm"}
 
 
 def _starcoder2(values: Values, source: str) -> Fold:
     bias = ("qkv", "out", "mlp") if flag_of(values, "use_bias", source) else ()
-    changes, how = _centred(values, source, "norm", "shift", *bias)
+    changes, how = centred(values, source, "norm", "shift", *bias)
     changes["sliding_window"] = values.get("sliding_window")
     names = {"mlp.gate_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
     return Fold(config_of(_named(values, "norm_epsilon"), source, **changes, **_gateless(values)), names, **how)
 
 
 def _phi(values: Values, source: str) -> Fold:
-    _refuse(values, source, "qk_layernorm")
-    changes, how = _centred(values, source, "norm", "shift", "qkv", "out", "mlp", "head")
+    refuse(values, source, "qk_layernorm")
+    changes, how = centred(values, source, "norm", "shift", "qkv", "out", "mlp", "head")
     config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, **_gateless(values), parallel=True)
     names = {"self_attn.o_proj": "self_attn.dense", "mlp.gate_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
     return Fold(config, names | _ONE_NORM, {"model.norm": "model.final_layernorm"}, rotary=rotary, **how)
@@ -34,7 +34,7 @@ def _phi(values: Values, source: str) -> Fold:
 
 def _gpt_neox(values: Values, source: str) -> Fold:
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
-    changes, how = _centred(values, source, "norm", "shift", "mlp", *bias)
+    changes, how = centred(values, source, "norm", "shift", "mlp", *bias)
     named = _named(values, "layer_norm_eps")
     for theirs, ours in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
         if theirs in values:
@@ -60,9 +60,9 @@ def _gpt_neox(values: Values, source: str) -> Fold:
 
 
 def _cohere(values: Values, source: str) -> Fold:
-    _refuse(values, source, "use_qk_norm")
+    refuse(values, source, "use_qk_norm")
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
-    changes, how = _centred(values, source, "norm", *bias)
+    changes, how = centred(values, source, "norm", *bias)
     if values["model_type"] == "cohere2":
         changes |= sliding_of(values, source, values.get("sliding_window_pattern", 4))
         changes["layer_rotary"] = ["none" if kind == "full_attention" else "main" for kind in changes["layer_types"]]
@@ -71,10 +71,10 @@ def _cohere(values: Values, source: str) -> Fold:
 
 
 def _stablelm(values: Values, source: str) -> Fold:
-    _refuse(values, source, "qk_layernorm")
+    refuse(values, source, "qk_layernorm")
     bias = ("qkv",) if flag_of(values, "use_qkv_bias", source) else ()
     parallel = flag_of(values, "use_parallel_residual", source)
-    changes, how = _centred(values, source, "norm", "shift", *bias)
+    changes, how = centred(values, source, "norm", "shift", *bias)
     config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, parallel=parallel)
     return Fold(config, _ONE_NORM if parallel else {}, rotary=rotary, **how)
 
@@ -82,7 +82,7 @@ def _stablelm(values: Values, source: str) -> Fold:
 def _nemotron(values: Values, source: str) -> Fold:
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     bias += ("mlp",) if flag_of(values, "mlp_bias", source) else ()
-    changes, how = _centred(values, source, "norm", "shift", *bias)
+    changes, how = centred(values, source, "norm", "shift", *bias)
     gateless: Values = {"mlp_gated": False, "activation": "relu2"}
     config, rotary = partial_of(_named(values, "norm_eps"), source, **changes, **gateless)
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, plus_one=True, rotary=rotary, **how)
@@ -91,22 +91,22 @@ def _nemotron(values: Values, source: str) -> Fold:
 def _jais2(values: Values, source: str) -> Fold:
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     bias += ("mlp",) if flag_of(values, "mlp_bias", source) else ()
-    changes, how = _centred(values, source, "norm", "shift", *bias)
+    changes, how = centred(values, source, "norm", "shift", *bias)
     config = config_of(_named(values, "layer_norm_eps"), source, **changes, mlp_gated=False, activation="relu2")
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, **how)
 
 
 def _olmo(values: Values, source: str) -> Fold:
-    _refuse(values, source, "clip_qkv")
+    refuse(values, source, "clip_qkv")
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     tied = flag_of(values, "tie_word_embeddings", source)
-    changes, how = _centred(values | {"tie_word_embeddings": False}, source, *bias)
+    changes, how = centred(values | {"tie_word_embeddings": False}, source, *bias)
     changes["tie_word_embeddings"] = tied
     config = config_of(values | {"rms_norm_eps": 1e-5}, source, **changes)
     return Fold(config, **how)
 
 
-def _centred(values: Values, source: str, *stored: str) -> tuple[Values, Values]:
+def centred(values: Values, source: str, *stored: str) -> tuple[Values, Values]:
     """Fields of the network, and of its `Fold`, where the folder holds what `stored` names."""
     shift, tied = "shift" in stored, flag_of(values, "tie_word_embeddings", source)
     changes = {
@@ -120,7 +120,7 @@ def _centred(values: Values, source: str, *stored: str) -> tuple[Values, Values]
 
 
 def _gateless(values: Values) -> Values:
-    return {"mlp_gated": False, "activation": _GELUS[values["hidden_act"]]}
+    return {"mlp_gated": False, "activation": GELUS[values["hidden_act"]]}
 
 
 def _named(values: Values, eps: str) -> Values:
@@ -128,7 +128,8 @@ def _named(values: Values, eps: str) -> Values:
     return values | {"rms_norm_eps": values[eps]}
 
 
-def _refuse(values: Values, source: str, *names: str) -> None:
+def refuse(values: Values, source: str, *names: str) -> None:
+    """Raise InputError if one of `names` is set."""
     for name in names:
         if values.get(name):
             raise InputError(f"{source}: {name}={values[name]!r} is not supported")
@@ -163,7 +164,7 @@ CENTRED: dict[str, Family] = {
             "partial_rotary_factor": 0.5,
             "tie_word_embeddings": False,
         },
-        _TANH_FIRST,
+        TANH_FIRST,
     ),
     "gpt_neox": Family(
         _gpt_neox,

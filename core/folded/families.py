@@ -25,6 +25,7 @@ from penjing.core.folded.fold import (
 )
 from penjing.core.folded.gemma import GEMMAS
 from penjing.core.folded.granite import GRANITES
+from penjing.core.folded.learned import LEARNED
 from penjing.core.models.hf_config import FOLDED
 
 _AROUND_GLM = {
@@ -60,7 +61,8 @@ def fold_from_hf(values: Values, source: str) -> Fold:
         theta = usual["rope_parameters"]["rope_theta"]
         usual = usual | {"rope_theta": theta, "rope_parameters": values["rope_scaling"]}
     given = usual | {name: each for name, each in values.items() if each is not None or name in _NONE}
-    activation = given.get("hidden_activation") or given.get("hidden_act") or family.activations[0]
+    names = ("hidden_activation", "hidden_act", "activation_function")
+    activation = next((given[name] for name in names if given.get(name)), family.activations[0])
     if activation not in family.activations:
         known = " or ".join(family.activations)
         raise InputError(f"{source}: the activation {activation!r} of {kind} is not supported; {known} is")
@@ -136,6 +138,13 @@ def _interleaved(values: Values, source: str) -> Fold:
 def _arcee(values: Values, source: str) -> Fold:
     config = config_of(values, source, mlp_gated=False, activation="relu2")
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"})
+
+
+def _apertus(values: Values, source: str) -> Fold:
+    config = config_of(values, source, qk_norm=True, mlp_gated=False, activation="xielu")
+    names = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
+    # Beside what is learned older and newer folders hold two numbers that are the same in all.
+    return Fold(config, names | {"mlp.gate_proj": "mlp.up_proj"}, unused=(".act_fn.beta", ".act_fn.eps"))
 
 
 def _internlm3(values: Values, source: str) -> Fold:
@@ -221,6 +230,22 @@ _GLM: Values = {
 _FAMILIES: dict[str, Family] = (
     {
         "arcee": Family(_arcee, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("relu2",)),
+        "apertus": Family(
+            _apertus,
+            {
+                "max_position_embeddings": 65536,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 12e6,
+                    "factor": 8.0,
+                    "high_freq_factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            ("xielu",),
+        ),
         "smollm3": Family(
             _smollm3,
             {
@@ -328,4 +353,5 @@ _FAMILIES: dict[str, Family] = (
     | CENTRED
     | GEMMAS
     | GRANITES
+    | LEARNED
 )

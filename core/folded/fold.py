@@ -41,6 +41,8 @@ class Fold:
         tied: the head is the embedding there, and a matrix of its own here.
         plain_norms: norms have no weights there.
         normed: the embedding passes the last norm, before the first layer, too.
+        transposed: names there of linear layers of a layer whose weights are stored with inputs first.
+        first_position: rows of the table of positions that stand before that of the first.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
     """
 
@@ -64,6 +66,8 @@ class Fold:
     tied: bool = False
     plain_norms: bool = False
     normed: bool = False
+    transposed: tuple[str, ...] = ()
+    first_position: int = 0
     unused: tuple[str, ...] = ()
 
 
@@ -179,9 +183,9 @@ def number_of(values: Values, name: str, source: str) -> float:
     return float(value)
 
 
-def count_of(values: Values, name: str, source: str) -> int:
+def count_of(values: Values, name: str, source: str, most: int = 10_000) -> int:
     value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 10_000:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise InputError(f"{source}: {name} must be a positive whole number (got {value!r})")
     return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from penjing.core.models.rope import yarn_magnitudes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj")
+_TABLES = ("embed_tokens", "embed_positions")
 _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 _AFTER = ("attention_output_norm.", "mlp_output_norm.")
 _BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
@@ -27,6 +28,7 @@ class FoldedCheckpoint(Checkpoint):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._read)
         self._there = frozenset(self.tensor_names)
+        self._fold = _as_named(self._fold, self._there)
         if "lm_head" in self._fold.outside and f"{self._fold.outside['lm_head']}.weight" not in self._there:
             del self._fold.outside["lm_head"]  # transformers writes its own name since version 5
         self.tensor_names = tuple(part for name in self.tensor_names for part in self._parts_of(name))
@@ -47,7 +49,7 @@ class FoldedCheckpoint(Checkpoint):
             norm = self.config.head_dim if module.endswith((".q_norm", ".k_norm")) else self.config.hidden_size
             return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
         theirs, rows = self._place(name)
-        first, *others = super().shape(theirs)
+        first, *others = reversed(super().shape(theirs)) if self._is_transposed(theirs) else super().shape(theirs)
         return (first if rows is None else rows.count(first), *others)
 
     def dtype(self, name: str) -> str:
@@ -76,17 +78,18 @@ class FoldedCheckpoint(Checkpoint):
             return self._changed(name, torch.ones(self.shape(name)))
         theirs, rows = self._place(name)
         tensor = super().get(theirs)
+        tensor = tensor.t() if self._is_transposed(theirs) else tensor
         return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
 
     def _centred(self, name: str) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
         if module.endswith("norm") and not self._holds(name):
             return self._plain(name)
-        if kind == "weight" and not module.endswith((*_WRITERS, "embed_tokens")):
+        if kind == "weight" and not module.endswith((*_WRITERS, *_TABLES)):
             return self._plain(name)
         wide = self._plain(name).double() if self._holds(name) else torch.zeros(self.shape(name), dtype=torch.float64)
-        if module.endswith((*_WRITERS, "embed_tokens")):
-            wide -= wide.mean(dim=1 if module.endswith("embed_tokens") else 0, keepdim=True)
+        if module.endswith((*_WRITERS, *_TABLES)):
+            wide -= wide.mean(dim=1 if module.endswith(_TABLES) else 0, keepdim=True)
         elif "shift" in self._fold.stored:
             layer, leaf = _split(name)
             norm = "model.norm" if layer is None else f"model.layers.{layer}.{_norm_before(leaf)}"
@@ -137,7 +140,9 @@ class FoldedCheckpoint(Checkpoint):
         module, _, kind = leaf.rpartition(".")
         if layer is None:
             module = "model.embed_tokens" if fold.tied and module == "lm_head" else module
-            return f"{fold.outside.get(module, module)}.{kind}", None
+            first = fold.first_position if module == "model.embed_positions" else 0
+            rows = _Rows(first, first + config.max_position_embeddings) if first else None
+            return f"{fold.outside.get(module, module)}.{kind}", rows
         rows = None
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         if fold.fused and module in _QKV:
@@ -155,13 +160,19 @@ class FoldedCheckpoint(Checkpoint):
         """Our names of what the tensor `stored` holds."""
         fold = self._fold
         module, _, kind = stored.rpartition(".")
-        if stored.endswith(fold.unused) or (kind == "bias" and "shift" in fold.stored and module.endswith("norm")):
+        if stored.endswith(fold.unused):
             return []
         number, _, leaf = module.removeprefix(fold.layers).partition(".")
         if not module.startswith(fold.layers) or not number.isdecimal():
-            return [f"{ours}.{kind}" for ours in _named_so(module, fold.outside)]
-        found = [f"model.layers.{number}.{each}" for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
-        return [f"{each}.{kind}" for each in found]
+            found = _named_so(module, fold.outside)
+        else:
+            own = [each for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
+            found = [f"model.layers.{number}.{each}" for each in own]
+        shifts = kind == "bias" and "shift" in fold.stored
+        return [f"{each}.{kind}" for each in found if not (shifts and each.endswith("norm"))]
+
+    def _is_transposed(self, theirs: str) -> bool:
+        return theirs.endswith(tuple(f".{module}.weight" for module in self._fold.transposed))
 
     def _fused(self, module: str) -> tuple[str, ...]:
         if self._fold.fused and module == "self_attn.qkv_proj":
@@ -188,6 +199,15 @@ class _Rows:
     def count(self, rows: int) -> int:
         """How many they are of a matrix of so many."""
         return rows // 3 if self.heads else max(0, min(self.end, rows) - self.begin)
+
+
+def _as_named(fold: Fold, names: frozenset[str]) -> Fold:
+    """`fold` of a folder whose tensors are `names`: those of the network without its head lack their first word."""
+    prefix = fold.layers.partition(".")[0] + "."
+    if fold.layers == "model.layers." or any(name.startswith(prefix) for name in names):
+        return fold
+    outside = {ours: theirs.removeprefix(prefix) for ours, theirs in fold.outside.items()}
+    return replace(fold, layers=fold.layers.removeprefix(prefix), outside=outside)
 
 
 def _named_so(theirs: str, names: dict[str, str]) -> list[str]:

@@ -77,10 +77,10 @@ class DecoderConfig(Config):
         description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
         "them alone (OLMo 2); what comes after is applied to what is added to the residual.",
     )
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = Field(
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"] = Field(
         default="silu",
-        description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma). Without a gate also gelu and "
-        "relu2, the square of what is positive.",
+        description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma). Without a gate also gelu, "
+        "relu, relu2, the square of what is positive, and xielu, which has two learned numbers a layer (Apertus).",
     )
     mlp_gated: Flag = Field(
         default=True,
@@ -99,6 +99,11 @@ class DecoderConfig(Config):
         default=None,
         description="How each layer rotates queries and keys: main as rope_theta and rope_scaling say, local by "
         "rope_local_theta (Gemma 3), none not at all (SmolLM3); none: all main.",
+    )
+    learned_positions: Flag = Field(
+        default=False,
+        description="Whether a table has a vector for each position, which is added to the token's (GPT-2); with "
+        "layer_rotary none everywhere.",
     )
     rope_local_theta: Number = Field(
         default=10000.0, gt=0, description="Base of the rotary frequencies of local layers, which are not scaled."
@@ -261,6 +266,7 @@ class DecoderConfig(Config):
             "logit_cap",
             "layer_rotary",
             "rotary_pairs",
+            "learned_positions",
         )
         usual = {name: type(self).model_fields[name].default for name in names}
         found = {name: value for name in names if (value := getattr(self, name)) != usual[name]}

@@ -88,6 +88,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("inverse_frequency", inverse_frequencies(config), persistent=False)
@@ -95,6 +97,8 @@ class Backbone(nn.Module):
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
         # The embedding may be stored in half precision; activations follow the norms.
         x = (self.embed_tokens(token_ids) if embedded is None else embedded).to(self.norm.weight.dtype)
+        if self.config.learned_positions:
+            x = x + self.embed_positions(positions).to(x.dtype)
         angles = layer_angles(self.config, self.inverse_frequency, positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, *angles(index), attend)

@@ -72,6 +72,12 @@ FOLDED = {
     "youtu": "YoutuForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "opt": "OPTForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from penjing.kernels.activation import Activation, activate
+from penjing.kernels.activation import XIELU_LINEAR, Activation, activate, xielu
 from penjing.kernels.geglu import geglu
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.swiglu import swiglu
+
+
+class XIELU(nn.Module):
+    """An activation whose curvature on both sides of 0 is learned (https://arxiv.org/abs/2411.13010): `alpha_p` and
+    `alpha_n`, (1,), become positive by softplus."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        begin = torch.tensor([0.8, 0.8 - XIELU_LINEAR]).expm1().log()  # as the paper begins
+        self.alpha_p, self.alpha_n = nn.Parameter(begin[:1].clone()), nn.Parameter(begin[1:].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape and dtype of `x`."""
+        if torch.is_grad_enabled() or x.is_meta or isinstance(x, FakeTensor):  # those have no numbers to look at
+            return xielu(x, F.softplus(self.alpha_p), XIELU_LINEAR + F.softplus(self.alpha_n)).to(x.dtype)
+        return activate(x, "xielu", self.curve)
+
+    @property
+    def curve(self) -> tuple[float, float]:
+        """The factors of `kernels.activation.xielu`."""
+        return float(F.softplus(self.alpha_p)), XIELU_LINEAR + float(F.softplus(self.alpha_n))
 
 
 class MLP(nn.Module):
@@ -33,11 +57,15 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         if gated:
             self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        if activation == "xielu":
+            self.act_fn = XIELU()
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
             inner = (geglu if self.activation == "gelu_tanh" else swiglu)(self.gate_proj(x), self.up_proj(x))
+        elif self.activation == "xielu":
+            inner = self.act_fn(self.gate_proj(x))
         else:
             inner = activate(self.gate_proj(x), self.activation)
         return self.down_proj(hadamard(inner, self.hadamard).to(inner.dtype) if self.hadamard else inner)

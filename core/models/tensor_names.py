@@ -60,6 +60,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         raise InputError(f"{config.model_type}: {num_experts} experts are above {MAX_EXPERTS}; the file is damaged")
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    if config.learned_positions:
+        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, hidden)
     for layer in (0, *range(config.shared_layers, config.num_hidden_layers)):
         names = _attention_shapes(config) | _mlp_shapes(config, layer)
         before, after = ("input_layernorm", "post_attention_layernorm"), ("attention_output_norm", "mlp_output_norm")
@@ -110,7 +112,10 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
     hidden = config.hidden_size
     if config.moe is None or not config.is_moe(layer):
         dense = _gated("mlp", hidden, config.ffn_size(layer), config.mlp_bias)
-        return {name: shape for name, shape in dense.items() if config.mlp_gated or "up_proj" not in name}
+        curve = {f"mlp.act_fn.{name}": (1,) for name in ("alpha_p", "alpha_n")}
+        return {name: shape for name, shape in dense.items() if config.mlp_gated or "up_proj" not in name} | (
+            curve if config.activation == "xielu" else {}
+        )
     moe = config.moe
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
     if moe.router_bias:

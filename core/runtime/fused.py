@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penjing.core.models.attention import Attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
-from penjing.core.models.mlp import MLP
+from penjing.core.models.mlp import MLP, XIELU
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import ROTARIES, inverse_frequencies, yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
@@ -23,7 +23,8 @@ from penjing.kernels.step_layers import AnyLinear, FloatLinear, Int8Table, Layer
 
 PAGE = 16  # tokens of a page of keys and values, as the engine's are by default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-SUPPORTED = (Decoder, Backbone, nn.ModuleList, nn.Embedding, Int8Embedding, DecoderLayer, Attention, MLP, RMSNorm)
+TABLES = (nn.Embedding, Int8Embedding)
+SUPPORTED = (Decoder, Backbone, nn.ModuleList, *TABLES, DecoderLayer, Attention, MLP, XIELU, RMSNorm)
 
 
 def fuse_decoder(model: Decoder) -> DecoderStep | None:
@@ -39,7 +40,9 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
     layers = [_layer_weights(config, index, layer) for index, layer in enumerate(backbone.layers)]
     embedding = backbone.embed_tokens
     table = embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight
-    return _step(config, layers, table, backbone.norm.weight, _linear(model.lm_head), backbone.inverse_frequency)
+    positions = backbone.embed_positions.weight if config.learned_positions else None
+    head = _linear(model.lm_head)
+    return _step(config, layers, table, backbone.norm.weight, head, backbone.inverse_frequency, positions)
 
 
 def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callable[[Tensor], Tensor] | None:
@@ -85,6 +88,7 @@ def _step(
     final_norm: Tensor | None,
     head: AnyLinear,
     inverse_frequency: Tensor,
+    positions: Tensor | None = None,
 ) -> DecoderStep:
     extension = cpu_extension()
     assert extension is not None  # the callers have looked
@@ -100,6 +104,7 @@ def _step(
         eps=config.rms_norm_eps,
         inverse_frequency_F=inverse_frequency,
         max_positions=config.max_position_embeddings,
+        positions_PE=positions,
         rotary_scale=yarn_magnitudes(config.rope_scaling)[0],
         attention_cap=config.attention_cap,
         logit_cap=config.logit_cap,
@@ -160,6 +165,7 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
         whole_norm=attention.whole_norm,
         norm_rotated=attention.norm_rotated,
         activation=mlp.activation,
+        curve=mlp.act_fn.curve if mlp.activation == "xielu" else (0.0, 0.0),
         parallel=layer.parallel,
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         q_norm=attention.q_norm.weight if attention.qk_norm else None,

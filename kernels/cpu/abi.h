@@ -56,9 +56,11 @@ struct PjLayer {
     const float* k_norm;
     int64_t window;            // keys a query sees, itself included; 0: all
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
+    float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2
-    int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula; without `gated` also 2 gelu, 3 relu²
+    int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula; without `gated` also 2 gelu, 3 relu²,
+                               // 4 relu, 5 xIELU
     int32_t whole_norm;        // q_norm and k_norm span all heads
     int32_t rotary;            // which of the tables of cos and sin
     int32_t gated;             // 0: gate_up has the gate alone, which is activated and not multiplied
@@ -70,6 +72,7 @@ struct PjModel {
     const PjLayer* layers;
     const void* embedding;    // (vocab, hidden); null: it is the weight of `head`, which is INT8
     const float* embedding_scale;  // INT8: (vocab); null embedding: (hidden) factors of the channels of a row
+    const float* positions;   // (longest context, hidden) what is added to a token's row at each position; null: nothing
     const float* final_norm;  // (hidden); null: what leaves the last layer enters the head
     PjLinear head;
     const float* cos;  // (tables, positions, head_dim / 2)

@@ -15,7 +15,7 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 23; }
+PJ_API int32_t pj_abi_version() { return 24; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
@@ -129,8 +129,9 @@ PJ_API void pj_rms_norm(const float* x, const float* weight, int64_t rows, int64
 PJ_API void pj_geglu(const float* gate, const float* up, int64_t count, float* out) {
     ops().geglu_row(gate, up, count, out);
 }
-PJ_API void pj_activate(const float* x, int64_t count, int32_t kind, float* out) {
-    ops().activate_row(x, kind, count, out);
+PJ_API void pj_activate(const float* x, int64_t count, int32_t kind, float p, float n, float* out) {
+    const float curve[2] = {p, n};
+    ops().activate_row(x, kind, curve, count, out);
 }
 PJ_API void pj_soft_cap(float* x, int64_t count, float cap) { ops().soft_cap_row(x, cap, count); }
 PJ_API void pj_swiglu(const float* gate, const float* up, int64_t count, float* out) {

@@ -218,6 +218,10 @@ void Decoder::embed(int64_t begin, int64_t end) {
             const char* from = static_cast<const char*>(model_.embedding) + token * bytes;
             step_.ops->widen_row(from, model_.embedding_dtype, hidden, to);
         }
+        if (model_.positions) {
+            const float* added = model_.positions + step_.in.positions[row] * hidden;
+            for (int64_t i = 0; i < hidden; ++i) to[i] += added[i];
+        }
     }
 }
 

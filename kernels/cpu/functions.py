@@ -275,11 +275,11 @@ class CpuExtension:
         self.library.pj_swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
         return out
 
-    def activate(self, x: Tensor, kind: int) -> Tensor:
+    def activate(self, x: Tensor, kind: int, curve: tuple[float, float]) -> Tensor:
         """The activation of this number (`kernels.activation`), element by element, float32."""
         check("x", x, torch.float32, tuple(x.shape))
         out = torch.empty_like(x)
-        self.library.pj_activate(x.data_ptr(), x.numel(), kind, out.data_ptr())
+        self.library.pj_activate(x.data_ptr(), x.numel(), kind, *curve, out.data_ptr())
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

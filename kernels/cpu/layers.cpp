@@ -181,7 +181,7 @@ void Layers::mlp(const Team& team, int64_t index, float* hidden, const int32_t* 
         const float* act = b.act + i * stride;
         if (!pair || !whole || opened) {
             float* to = (step_.rank > 0 ? b.gated : b.rows.x) + i * inner;
-            if (!pair) step_.ops->activate_row(act, layer.activation, inner, to);
+            if (!pair) step_.ops->activate_row(act, layer.activation, layer.curve, inner, to);
             else if (opened) open_gated_row(product, act, inner, to);
             else product(act, act + inner, inner, to);
             act = to;

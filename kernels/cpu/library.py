@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 TURNED_KEYS = 16  # of turned pages, see `Pages`
 
@@ -54,6 +54,7 @@ class Layer(ctypes.Structure):
         ("k_norm", c_void_p),
         ("window", c_int64),
         ("hadamard", c_int64),
+        ("curve", c_float * 2),
         ("num_qkv", c_int32),
         ("num_gate_up", c_int32),
         ("activation", c_int32),
@@ -72,6 +73,7 @@ class Model(ctypes.Structure):
         ("layers", POINTER(Layer)),
         ("embedding", c_void_p),
         ("embedding_scale", c_void_p),
+        ("positions", c_void_p),
         ("final_norm", c_void_p),
         ("head", Linear),
         ("cos", c_void_p),
@@ -277,7 +279,7 @@ _FUNCTIONS = {
     "pj_rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "pj_geglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pj_soft_cap": (None, [c_void_p, c_int64, c_float]),
-    "pj_activate": (None, [c_void_p, c_int64, c_int32, c_void_p]),
+    "pj_activate": (None, [c_void_p, c_int64, c_int32, c_float, c_float, c_void_p]),
     "pj_swiglu": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pj_hadamard": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "pj_rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),

@@ -135,7 +135,7 @@ struct Ops {
     void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
     void (*geglu_row)(const float* gate, const float* up, int64_t n, float* out);
     // The activation of a PjLayer without a gate's product; out may be x.
-    void (*activate_row)(const float* x, int32_t kind, int64_t n, float* out);
+    void (*activate_row)(const float* x, int32_t kind, const float* curve, int64_t n, float* out);
     void (*soft_cap_row)(float* x, float cap, int64_t n);
     // x · H in blocks of `block` (a power of two up to MAX_HADAMARD that divides k), H orthogonal; out may be x.
     void (*hadamard_row)(const float* x, int64_t k, int64_t block, float* out);

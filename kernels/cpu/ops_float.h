@@ -231,8 +231,8 @@ inline void geglu_row(const float* gate, const float* up, int64_t n, float* out)
     }
 }
 
-// `kind`: PjLayer's activation.
-inline void activate_row(const float* x, int32_t kind, int64_t n, float* out) {
+// `kind` and `curve`: PjLayer's.
+inline void activate_row(const float* x, int32_t kind, const float* curve, int64_t n, float* out) {
     const V one = v_set(1.0f);
     for (int64_t i = 0; i < n; i += W) {
         const int count = n - i < W ? static_cast<int>(n - i) : W;
@@ -240,7 +240,9 @@ inline void activate_row(const float* x, int32_t kind, int64_t n, float* out) {
         const V made = kind == 0   ? v_silu_mul(value, one)
                        : kind == 1 ? v_gelu_mul(value, one)
                        : kind == 2 ? v_gelu(value)
-                                   : v_mul(positive, positive);
+                       : kind == 3 ? v_mul(positive, positive)
+                       : kind == 4 ? positive
+                                   : v_xielu(value, curve[0], curve[1]);
         v_store_n(out + i, made, count);
     }
 }

@@ -43,6 +43,14 @@ inline V v_gelu(V x) {
     return v_sub(v_max(v_zero(), x), v_mul(v_mul(size, v_set(0.5f)), tail));
 }
 
+// p x² + x / 2 of what is positive, n (eˣ − 1 − x) + x / 2 of the rest, to 1e-7 of n.
+inline V v_xielu(V x, float p, float n) {
+    const V positive = v_max(v_zero(), x), negative = v_min(v_zero(), x);
+    const V curved = v_sub(v_sub(v_exp2(v_mul(negative, v_set(1.44269504f))), v_set(1.0f)), negative);
+    const V halved = v_fma(curved, v_set(n), v_mul(x, v_set(0.5f)));
+    return v_fma(v_mul(positive, positive), v_set(p), halved);
+}
+
 // cap × tanh(x / cap); tanh(z) = 1 − 2 / (1 + exp(2 z)).
 inline V v_soft_cap(V x, float cap) {
     const V exponential = v_exp2(v_mul(x, v_set(2.88539008f / cap)));

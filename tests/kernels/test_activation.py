@@ -12,27 +12,32 @@ from penjing.kernels.paged_attention import paged_attention
 from tests.kernels.paging import Cache, draw_sequence
 
 pytestmark = pytest.mark.usefixtures("implementation")
+CURVE = 0.7, 1.2
 WIDE = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
     "relu2": lambda x: F.relu(x).square(),
+    "relu": F.relu,
+    "xielu": lambda x: torch.where(
+        x > 0, CURVE[0] * x * x + 0.5 * x, (torch.expm1(x.clamp(max=0)) - x) * CURVE[1] + 0.5 * x
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_each_activation(kind: Activation) -> None:
     x = torch.cat((torch.linspace(-14, 14, 4003), torch.tensor([0.0, -200.0, 200.0, torch.inf, torch.nan])))
-    found, expected = activate(x, kind), WIDE[kind](x.double())
+    found, expected = activate(x, kind, CURVE), WIDE[kind](x.double())
     assert found[-1].isnan()
     torch.testing.assert_close(found[:-1].double(), expected[:-1], rtol=5e-7, atol=5e-7)
-    assert torch.equal(activate(x[1000:1007], kind), found[1000:1007])  # wherever an element lies
+    assert torch.equal(activate(x[1000:1007], kind, CURVE), found[1000:1007])  # wherever an element lies
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_gradients_of_activations(kind: Activation) -> None:
-    x = torch.linspace(-3, 3, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: activate(x, kind), (x,))
+    x = torch.linspace(-3, 3, 8, dtype=torch.float64, requires_grad=True)  # ReLU has no gradient at 0
+    assert torch.autograd.gradcheck(lambda x: activate(x, kind, CURVE), (x,))
 
 
 def test_soft_cap() -> None:

@@ -23,6 +23,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "neox": {"up": None, "activation": "gelu", "parallel": True},
     "arcee": {"up": None, "activation": "relu2"},
     "starcoder2": {"up": None, "activation": "gelu_tanh"},
+    "opt": {"up": None, "activation": "relu"},
+    "apertus": {"up": None, "activation": "xielu", "curve": (0.7, 1.2)},
     "gemma2": {"activation": "gelu_tanh", "out_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)},
 }
 """What layers of a kind have; gemma2 has caps too."""

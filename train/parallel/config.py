@@ -228,7 +228,7 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
     if model.qk_norm_over == "all":
         raise ConfigError(f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3")
-    names = ("mlp_gated", "parallel", "head_bias", "logit_cap")
+    names = ("mlp_gated", "parallel", "head_bias", "logit_cap", "learned_positions")
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
     if model.moe is not None:
@@ -246,6 +246,8 @@ def _check_stages(config: ParallelConfig, model: DecoderConfig) -> None:
             f"parallel.pp={config.pp} ({stages} stages with schedule {config.schedule!r}) is more than "
             f"model.num_hidden_layers={layers}; take pp = {layers * config.pp // stages} or less"
         )
+    if model.learned_positions:
+        raise ConfigError(f"parallel.pp={config.pp}: stages do not know model.learned_positions; use zero = 3")
     counts = config.stage_layers
     if isinstance(counts, tuple) and (
         len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1

@@ -22,10 +22,21 @@ FIELDS = (
     "use_parallel_residual", "use_qkv_bias", "qk_layernorm", "use_qk_norm", "logit_scale", "clip_qkv", "mlp_bias",
     "shared_intermediate_size", "num_local_experts", "position_embedding_type", "use_post_norm", "qkv_bias", "bias",
     "q_lora_rank", "kv_lora_rank", "scale_emb", "scale_depth", "dim_model_base",
+    "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_layers", "num_heads", "attention_types",
+    "window_size", "ffn_dim", "word_embed_proj_dim", "rotary_dim", "multi_query", "enable_bias", "activation_function",
+    "layer_norm_epsilon", "scale_attn_weights", "do_layer_norm_before",
     "qk_rope_head_dim", "original_max_position_embeddings",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"}
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
+    "gpt_neo": {
+        "num_layers": 4,
+        "num_heads": 4,
+        "intermediate_size": 40,
+        "attention_types": [[["global", "local"], 2]],
+    },
+    "opt": {"ffn_dim": 40},
+    "gptj": {"rotary_dim": 8},
 }
 SECTIONS = ("full_attention", "sliding_attention", "rope_theta", "rope_type", "partial_rotary_factor", "factor")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penjing.core.checkpoint.decoder import open_checkpoint
@@ -193,6 +194,22 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "nanochat_tied": ("nanochat", {"tie_word_embeddings": True}, "penjing"),
     "jais2": ("jais2", {}, "penjing"),
     "jais2_plain": ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}, "penjing"),
+    "gpt2": ("gpt2", {"n_inner": 40}, "penjing"),
+    "gpt2_wide": ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}, "penjing"),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+        "penjing",
+    ),
+    "gpt_neo_global": ("gpt_neo", {"num_layers": 4, "attention_types": [[["global"], 4]]}, "penjing"),
+    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 40}, "penjing"),
+    "gpt_bigcode_heads": ("gpt_bigcode", {"multi_query": False}, "penjing"),
+    "opt": ("opt", {"ffn_dim": 40, "word_embed_proj_dim": 48}, "penjing"),
+    "opt_plain": ("opt", {"word_embed_proj_dim": 48, "enable_bias": False, "tie_word_embeddings": False}, "penjing"),
+    "gptj": ("gptj", {"rotary_dim": 4, "n_inner": 40}, "penjing"),
+    "gptj_whole": ("gptj", {"rotary_dim": 12}, "penjing"),
+    "apertus": ("apertus", {}, "penjing"),
+    "apertus_bias": ("apertus", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}, "penjing"),
     "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
     "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
 }
@@ -248,6 +265,40 @@ def test_rotary_settings_that_are_left_out_or_have_older_names_are_those_of_tran
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox"])
+def test_names_without_their_first_word_are_those_of_the_network_without_its_head(
+    case: str, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    """As GPT-2 was published."""
+    save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
+    whole = import_model(str(tmp_path / "hf"), tmp_path / "whole")
+    weights = tmp_path / "hf" / "model.safetensors"
+    named = {name.removeprefix("transformer.").removeprefix("gpt_neox."): x for name, x in load_file(weights).items()}
+    assert named.keys() != load_file(weights).keys()
+    save_file(named, weights, {"format": "pt"})
+    out = import_model(str(tmp_path / "hf"), tmp_path / "out")
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_gradients_are_those_of_transformers(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Of a family without folded norms: its activation has parameters of its own."""
+    reference = save(tmp_path / "hf", tiny_checkpoint, *CASES["apertus"][:2])
+    model = load_model(import_model(str(tmp_path / "hf"), tmp_path / "out")).model
+    names = {"gate_proj": "up_proj", "input_layernorm": "attention_layernorm"}
+    names["post_attention_layernorm"] = "feedforward_layernorm"
+    tokens = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(1))
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    for logits in (model(tokens), reference(tokens).logits):
+        (logits * torch.linspace(-1, 1, 320)).sum().backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        wanted = expected[name].grad
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
+
+
 def test_every_family_has_a_case() -> None:
     assert {kind for kind, _, _ in CASES.values()} == set(FOLDED)
 
@@ -290,6 +341,16 @@ def test_what_transformers_reads_again_is_the_same(tmp_path: Path, tiny_checkpoi
         ("minicpm3", {"num_attention_heads": 1e-308}, "num_attention_heads must be a positive whole number"),
         ("hyperclovax", {"use_post_norm": 1}, "use_post_norm must be true or false"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ("gpt2", {"n_embd": None}, "hidden_size must be a positive whole number"),
+        ("gpt2", {"activation_function": "relu"}, "activation 'relu' of gpt2 is not supported"),
+        ("gpt_neo", {"attention_types": [["global", 4]]}, "attention_types must say global or local"),
+        ("gpt_neo", {"attention_types": [[["global"], 3]]}, "names 3 layers, num_layers is 4"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
+        ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim=24 is not supported"),
+        ("gpt_bigcode", {"multi_query": 1}, "multi_query must be true or false"),
+        ("gptj", {"rotary_dim": 0}, "rotary_dim must be a positive whole number"),
+        ("apertus", {"hidden_act": "silu"}, "activation 'silu' of apertus is not supported; xielu"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),
     ],
 )

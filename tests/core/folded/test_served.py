@@ -27,7 +27,14 @@ NEW = (
     "nanochat",
     "jais2",
     "hunyuan",
+    "gpt2",
+    "gpt_neo",
+    "gpt_bigcode",
+    "opt",
+    "gptj",
+    "apertus",
 )
+ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus")  # the others where there is time
 
 
 @pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope"])
@@ -37,13 +44,11 @@ def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_
     close(served(import_model(str(tmp_path / "hf"), tmp_path / "out"), text), of_transformers(reference, text))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in ("gemma", "granite_4", "nanochat") else pytest.mark.full) for case in NEW],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in NEW])
 def test_int8_says_nearly_that(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     kind, changes, _ = CASES[case]
     wide = changes | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    wide |= {"word_embed_proj_dim": 64} if kind == "opt" else {}
     reference = save(tmp_path / "hf", tiny_checkpoint, kind, wide)
     folder = import_model(str(tmp_path / "hf"), tmp_path / "out")
     artifact = run_recipe(write_recipe(tmp_path, folder, tmp_path / "int8"), ["steps.0.transform.rotate=false"])

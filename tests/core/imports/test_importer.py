@@ -203,7 +203,7 @@ def test_damaged_folders_leave_nothing(tmp_path: Path, hf_folder: Path) -> None:
         assert not (tmp_path / "out").exists()
         shutil.rmtree(folder)
 
-    refused("'opt'", model_type="opt", architectures=["OPTForCausalLM"])
+    refused("'bloom'", model_type="bloom", architectures=["BloomForCausalLM"])
     refused(r"has the shape \(96, 64\), config.json says \(90, 64\)", intermediate_size=90)
     refused(r"holds no tensor 'model\.layers\.2", num_hidden_layers=3)
     refused(r"'model\.layers\.1\.\S+' has no place", num_hidden_layers=1)

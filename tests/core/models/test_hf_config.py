@@ -156,7 +156,7 @@ def test_defaults_of_a_sparse_config_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "opt", "architectures": ["OPTForCausalLM"]}, r"'opt' \(OPTForCausalLM\)"),
+        ({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, r"'bloom' \(BloomForCausalLM\)"),
         ({"model_type": None}, "names no model_type, so that this is no folder of a language model"),
         ({"model_type": "unheard"}, "architecture 'unheard' is not supported; supported: llama, mistral, qwen2, qwen3"),
         ({"model_type": ["llama"]}, "is not supported"),

@@ -74,6 +74,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "arcee": {"model_type": "penjing", "mlp_gated": False, "activation": "relu2"},
+    "opt": {
+        "model_type": "penjing",
+        "mlp_gated": False,
+        "activation": "relu",
+        "learned_positions": True,
+        "layer_rotary": ("none", "none"),
+    },
+    "apertus": {"model_type": "penjing", "mlp_gated": False, "activation": "xielu", "qk_norm": True},
     "gemma2": {
         "model_type": "penjing",
         "norms": "around",
