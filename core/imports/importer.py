@@ -27,6 +27,7 @@ from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
 from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
+from penjing.core.imports.vocab_tokenizer import tokenizer_from_vocab
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, was_made_by, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import at_context, usual_context
@@ -276,10 +277,12 @@ class _FolderSource:
                 f"{folder} is quantized in a form that penjing runs: serve it as it is, or make floating weights of it "
                 "with --dequantize"
             )
-        if not (folder / "tokenizer.json").is_file():
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        self._tokenizer = None if has_tokenizer else tokenizer_from_vocab(folder)
+        if not has_tokenizer and self._tokenizer is None:
             raise InputError(
-                f"{folder} has no tokenizer.json; make one with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"{folder} has no tokenizer.json, and no vocab.json and merges.txt of GPT-2; make one with "
+                "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         self._shapes = tensor_shapes(self.config)
         self._check_tensors()
@@ -308,6 +311,8 @@ class _FolderSource:
 
     def write_tokenizer(self, folder: Path) -> None:
         copy_tokenizer(self._folder, folder)
+        if self._tokenizer is not None:
+            atomic_write_text(folder / "tokenizer.json", self._tokenizer)
 
     def _check_tensors(self) -> None:
         stored = set(self._checkpoint.tensor_names)
