@@ -94,7 +94,7 @@ class DecoderStep:
         """
         eight = isinstance(embedding_VE, Int8Table)
         self.vocab, self.hidden = (embedding_VE.weight_VE if eight else embedding_VE).shape
-        self.num_layers, self.max_positions = len(layers), max_positions
+        self.num_layers, self.max_positions, self._num_heads = len(layers), max_positions, num_heads
         self._extension, self._inverse_frequency = extension, inverse_frequency_F.detach().float()
         self._rotary_scale = rotary_scale
         self._kept: list[object] = []  # whatever the structures point to
@@ -371,6 +371,7 @@ class DecoderStep:
         if whole and (layer.q_norm is None or layer.k_norm is None or layer.norm_rotated):
             raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
+        out.sinks = self._optional(layer.sinks, self._num_heads)
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0
@@ -383,7 +384,7 @@ class DecoderStep:
 
     def _vector(self, tensor: Tensor, size: int | None) -> int:
         if tensor.shape != (size,):
-            raise ValueError(f"a norm has shape {tuple(tensor.shape)}; ({size},) is needed")
+            raise ValueError(f"a norm or sinks have shape {tuple(tensor.shape)}; ({size},) is needed")
         vector = tensor.detach().float().contiguous()
         self._kept.append(vector)
         return vector.data_ptr()

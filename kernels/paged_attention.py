@@ -13,9 +13,9 @@ from itertools import pairwise, takewhile
 
 import torch
 
-from penjing.kernels.capped_attention import soft_cap_
 from penjing.kernels.cpu.kv_layout import LayerCache, check_cache, is_native
 from penjing.kernels.dispatch import cpu_extension, gpu_kernels
+from penjing.kernels.scored_attention import soft_cap_
 from penjing.kernels.selected_attention import selected_attention_torch
 
 TILE_KEYS = 128
@@ -38,6 +38,7 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     selected_SN: torch.Tensor | None = None,
     cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of S sequences to their cached keys.
 
@@ -57,6 +58,7 @@ def paged_attention(
             whose keys before the window are seen too; −1 for none. A block stands once in a row and, where it holds
             keys before the window, has a page.
         cap: scores become cap × tanh(score / cap); not beside selected_SN.
+        sinks_H: (num_heads,) float32, a score more in each sum that attention divides by; not beside selected_SN.
 
     On CUDA the Triton language computes it (pages of q's dtype or INT8, head sizes up to 256; torch does the rest) and
     the host does not wait: lengths are not checked there; a row beyond the block table, and one that sees a block id
@@ -71,12 +73,12 @@ def paged_attention(
     check_cache(k_cache, v_cache, k_scale, v_scale)
     if selected_SN is not None:
         _check_selected(selected_SN, block_table_SB, window)
-        if cap is not None:
-            raise ValueError("scores are not capped where blocks are selected; leave out cap or selected_SN")
+        if cap is not None or sinks_H is not None:
+            raise ValueError("there are no caps and sinks where blocks are selected; leave them out, or selected_SN")
     gpu = gpu_kernels("paged_attention", q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB)
     if gpu is not None:
         _check_shapes(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
-        if cap is None and gpu.supports(q_THD, k_cache):
+        if cap is None and sinks_H is None and gpu.supports(q_THD, k_cache):
             lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB
             return gpu.paged_attention(q_THD, k_cache, v_cache, *lengths, scale, window, k_scale, v_scale, selected_SN)
     cu_query, context_len = _check_sequences(q_THD, k_cache, cu_query_S1, context_len_S, block_table_SB, window)
@@ -89,9 +91,12 @@ def paged_attention(
     if extension is not None and q_THD.dtype == torch.float32 and is_native(k_cache):
         lengths = cu_query_S1.contiguous(), context_len_S.contiguous(), block_table_SB.contiguous()
         return extension.paged_attention(
-            q_THD.detach().contiguous(), k_cache, v_cache, *lengths, scale, window, k_scale, v_scale, cap=cap
+            q_THD.detach().contiguous(),
+            *(k_cache, v_cache, *lengths, scale, window, k_scale, v_scale),
+            cap=cap,
+            sinks_H=None if sinks_H is None else sinks_H.detach().contiguous(),
         )
-    return paged_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window, cap)
+    return paged_attention_torch(q_THD, cache, cu_query, context_len, block_table_SB, scale, window, cap, sinks_H)
 
 
 def paged_attention_torch(
@@ -103,6 +108,7 @@ def paged_attention_torch(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` on torch, after its checks; float32 inside, blocks that no row sees are not read."""
     out_THD = torch.empty_like(q_THD)
@@ -119,10 +125,10 @@ def paged_attention_torch(
         if len(tiles) == 1:
             short += tiles
         elif tiles:
-            _attend(tiles, True, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window, cap)
+            _attend(tiles, True, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window, cap, sinks_H)
     if short:
         short.sort(key=lambda tile: -tile.last)
-        _attend(short, False, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window, cap)
+        _attend(short, False, q_THD, out_THD, cache, block_table_SB, tile_queries, scale, window, cap, sinks_H)
     return out_THD
 
 
@@ -159,6 +165,7 @@ def _attend(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> None:
     """Fill the rows of `out_THD` that `tiles` cover; they come in falling order of their last position."""
     device, (_, num_heads, head_dim), num_kv_heads = q_THD.device, q_THD.shape, cache.k.shape[1]
@@ -191,13 +198,21 @@ def _attend(
         )
         for tile in range(begin, tiles[0].last // TILE_KEYS + 1)
     ]
+    sink_KR = None
+    if sinks_H is not None:
+        sink_KR = sinks_H.view(num_kv_heads, 1, group).expand(-1, tile_queries, -1).flatten(1)
     if one_sequence:
-        heads = [_walk(q[:, head], position_IR, steps, pages.head(head), window, cap) for head in range(num_kv_heads)]
+        sink_1R = [None] * num_kv_heads if sink_KR is None else sink_KR.split(1)
+        heads = [
+            _walk(q[:, head], position_IR, steps, pages.head(head), window, cap, sink_1R[head])
+            for head in range(num_kv_heads)
+        ]
         out = torch.stack(heads, dim=1)
     else:
         position_PR = position_IR.repeat_interleave(num_kv_heads, dim=0)
         steps = [_Step(s.first_key, s.count * num_kv_heads, s.clear * num_kv_heads) for s in steps]
-        out = _walk(q.flatten(0, 1), position_PR, steps, pages.all_heads(), window, cap)
+        sink_PR = None if sink_KR is None else sink_KR.repeat(len(tiles), 1)
+        out = _walk(q.flatten(0, 1), position_PR, steps, pages.all_heads(), window, cap, sink_PR)
     out = out.view(len(tiles), num_kv_heads, tile_queries, group, head_dim).transpose(1, 2)
     out_THD[row_IQ[new_IQ]] = out.reshape(len(tiles), tile_queries, num_heads, head_dim)[new_IQ].to(out_THD.dtype)
 
@@ -248,8 +263,10 @@ def _walk(
     key_tile: KeyTile,
     window: int | None,
     cap: float | None,
+    sink_PR: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Online softmax of P problems over the key tiles `steps`; problem p has the rows position_PR[p]."""
+    """Online softmax of P problems over the key tiles `steps`; problem p has the rows position_PR[p]. A single row of
+    `sink_PR` is that of all."""
     num_problems, num_rows, _ = q_PRD.shape
     peak = q_PRD.new_full((num_problems, num_rows, 1), -torch.inf)
     total, out = torch.zeros_like(peak), torch.zeros_like(q_PRD)
@@ -274,7 +291,7 @@ def _walk(
         total[:count].mul_(decay).add_(weight.sum(-1, keepdim=True))
         out[:count].mul_(decay).add_(torch.bmm(weight, v.expand(count, -1, -1)))
         peak[:count] = new_peak
-    return out / total
+    return out / (total if sink_PR is None else total + (sink_PR[..., None] - peak).exp())
 
 
 def _check_selected(selected_SN: torch.Tensor, block_table_SB: torch.Tensor, window: int | None) -> None:

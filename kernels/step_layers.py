@@ -73,6 +73,8 @@ class LayerWeights:
     """Whether they come after the rotation."""
     activation: Activation = "silu"
     """Of the gate; with `up` silu or gelu_tanh."""
+    sinks: Tensor | None = None
+    """(heads,): a score more in each sum that attention divides by."""
     curve: tuple[float, float] = (0.0, 0.0)
     """Of xielu."""
     parallel: bool = False

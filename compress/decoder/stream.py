@@ -116,10 +116,10 @@ class LayerStream:
         """Send `hidden_WTE` through a layer, window by window, in place; `attend`: instead of the network's own."""
         sees = attend or causal_attention(self._decoder.config)
 
-        def watched(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def watched(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             if observe_kv is not None:
                 observe_kv(k, v)
-            return sees(layer, q, k, v)
+            return sees(layer, q, k, v, sinks)
 
         handles = [] if observe is None else _hook_linears(module, observe)
         cos, sin = self._angles(module, hidden_WTE.shape[1])

@@ -38,10 +38,15 @@ class Sequences:
         for kept, prompt in zip(self._kept, prompts, strict=True):
 
             def keep(
-                layer: int, q: Tensor, k: Tensor, v: Tensor, kept: dict[int, tuple[Tensor, Tensor]] = kept
+                layer: int,
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                sinks: Tensor | None = None,
+                kept: dict[int, tuple[Tensor, Tensor]] = kept,
             ) -> Tensor:
                 kept[layer] = k[0], v[0]
-                return causal(layer, q, k, v)
+                return causal(layer, q, k, v, sinks)
 
             rows.append(model(torch.tensor([list(prompt)]), attend=keep, logit_rows=torch.tensor([len(prompt) - 1])))
         self.logits = torch.cat(rows)
@@ -55,13 +60,13 @@ class Sequences:
         chosen = list(range(len(self._kept))) if rows is None else list(rows)
         grown: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in chosen]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             found = []
             for place, row in enumerate(chosen):
                 old = self._kept[row][layer]
                 both = torch.cat([old[0], k[place, None]]), torch.cat([old[1], v[place, None]])
                 grown[place][layer] = both
-                found.append(attend_last(self._model.config, layer, q[place, None], *both))
+                found.append(attend_last(self._model.config, layer, q[place, None], *both, sinks))
             return torch.cat(found)
 
         positions = torch.tensor([self.lengths[row] for row in chosen])

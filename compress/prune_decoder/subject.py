@@ -76,11 +76,14 @@ class DecoderSubject:
             raise InputError(
                 f"{folder} has lsh_attention, whose hashing is drawn for its heads: leave 'heads' out of parts"
             )
+        if "heads" in parts and self.config.attention_sinks:
+            raise InputError(f"{folder} has attention_sinks, a number of each head: leave 'heads' out of parts")
         with torch.device("meta"):
             self.dense: nn.Module = self.build(whole)
             # Windows decide which tokens meet, not which channels: full attention has all the couplings. A soft cap
-            # changes each score by itself.
+            # changes each score by itself, and sinks stay where heads do.
             plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None, "attention_cap": None}
+            plain |= {"attention_sinks": False}
             self.model: nn.Module = self.build(self.config.model_copy(update=plain))
             self.example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
 

@@ -5,12 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Family, Fold, Values, config_of, count_of, flag_of, latent_of, number_of
+from penjing.core.folded.fold import (
+    Family,
+    Fold,
+    Values,
+    config_of,
+    count_of,
+    flag_of,
+    latent_of,
+    number_of,
+    sliding_of,
+)
 from penjing.core.models.config import DecoderConfig
 
 
 def _granite(values: Values, source: str) -> Fold:
     return _scaled(config_of(values, source), values, source)
+
+
+def _granite_swa(values: Values, source: str) -> Fold:
+    """Most layers slide, each head has a sink, and layers may rotate by one of two bases or not at all."""
+    layers = count_of(values, "num_hidden_layers", source)
+    types = ["full_attention" if layer % 4 == 0 else "sliding_attention" for layer in range(layers)]
+    changes = sliding_of({"layer_types": types} | values, source, 0)
+    bases = values.get("layer_rope_theta")
+    if bases is not None:
+        if not isinstance(bases, list) or len(bases) != layers or any(type(each) not in (int, float) for each in bases):
+            raise InputError(f"{source}: layer_rope_theta must have a number for each of {layers} layers")
+        used = sorted({float(each) for each in bases if each})
+        scaled = (values.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+        if len(used) > 2 - scaled:
+            raise InputError(f"{source}: layer_rope_theta has {len(used)} bases, more than layers of ours rotate by")
+        kinds = {0.0: "none"} | dict(zip(used, ("main", "local"), strict=False))
+        changes["layer_rotary"] = [kinds[float(each)] for each in bases]
+        if used:
+            changes["rope_theta"] = used[0]
+            changes["rope_local_theta"] = used[-1]
+    return _scaled(config_of(values, source, attention_sinks=True, **changes), values, source)
 
 
 def _granite_hybrid(values: Values, source: str) -> Fold:
@@ -76,6 +107,18 @@ _ONES: Values = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residu
 # What transformers assumes when a config.json leaves the field out.
 GRANITES: dict[str, Family] = {
     "granite": Family(_granite, {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ONES}),
+    "granite_swa": Family(
+        _granite_swa,
+        {
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 4,
+            "attention_multiplier": 1.0,
+            "tie_word_embeddings": True,
+            "sliding_window": 128,
+            **_ONES,
+        },
+    ),
     "granitemoehybrid": Family(
         _granite_hybrid,
         {

@@ -27,7 +27,6 @@ from penjing.core.imports.gguf import GgufFile
 from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
 from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
-from penjing.core.imports.vocab_tokenizer import tokenizer_from_vocab
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, was_made_by, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import at_context, usual_context
@@ -35,6 +34,7 @@ from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.packages import PACKAGES, check_source, fetch_package, unknown_source
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.text.vocab_tokenizer import tokenizer_from_vocab
 from penjing.kernels.int4_linear import ActivationBits
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -5,7 +5,7 @@ Shapes: T tokens, E hidden, H heads, KV key-value heads, D head_dim; leading dim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,19 @@ from torch import Tensor, nn
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import yarn_magnitudes
-from penjing.kernels.capped_attention import capped_attention
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
 from penjing.kernels.lsh_attention import lsh_attention, rotations
 from penjing.kernels.rotary import apply_rotary
+from penjing.kernels.scored_attention import scored_attention
 from penjing.kernels.sliding_attention import sliding_attention
 
-# (layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D)) → (…, T, H, D); q and k are rotated.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Attend(Protocol):
+    """(layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D)) → (…, T, H, D); q and k are rotated. `sinks`, (H,), are
+    a score more in each sum that attention divides by."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -42,6 +46,7 @@ class Attention(nn.Module):
             whole = config.qk_norm_over == "all"
             self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
+        self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.qk_norm = config.qk_norm
         self.whole_norm = config.qk_norm_over == "all"
         self.norm_rotated = config.qk_norm_rotated
@@ -64,7 +69,7 @@ class Attention(nn.Module):
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.norm_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
+        return self.o_proj(attend(self.layer, q, k, v, self.sinks).flatten(-2))
 
 
 def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> Attend:
@@ -76,16 +81,16 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
             then runs by itself, so that attention costs what the documents cost, not what the row does.
     """
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         leading = q.shape[:-3]
-        cap = config.attention_cap
-        if cap is None and _on_gpu(config, layer, q, k, v):
+        scored = config.attention_cap is not None or sinks is not None
+        if not scored and _on_gpu(config, layer, q, k, v):
             rows = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
             return flash_attention(*rows, window=config.layer_window(layer)).view(q.shape)
         q, k, v = (x.transpose(-3, -2).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) for x in (q, k, v))
         window = config.layer_window(layer)
-        if cap is not None:
-            out = capped_attention(q, k, v, cap, window)
+        if scored:
+            out = scored_attention(q, k, v, config.attention_cap, window, sinks)
         elif window is not None:
             out = sliding_attention(q, k, v, window)
         elif config.layer_type(layer) == "lsh_attention":
@@ -104,31 +109,33 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
     ends = torch.tensor([0, *(size for count, size in runs for _ in range(count))]).cumsum(0)
     ends = ends.to(documents.device, torch.int32)
 
-    def attend_inside(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if config.attention_cap is None and _on_gpu(config, layer, q, k, v):
+    def attend_inside(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        if config.attention_cap is None and sinks is None and _on_gpu(config, layer, q, k, v):
             q_TH, k_TK, v_TK = (x.flatten(0, -3) for x in (q, k, v))
             window = config.layer_window(layer)
             out = flash_attention_packed(q_TH, k_TK, v_TK, ends, ends, longest, longest, window=window)
             return out.view(q.shape)
-        parts = zip(*(x.flatten(0, -3).split([count * size for count, size in runs]) for x in (q, k, v)), strict=True)
-        done = [
-            attend(layer, *(x.unflatten(0, run) for x in part)).flatten(0, 1)
-            for run, part in zip(runs, parts, strict=True)
-        ]
+        sizes = [count * size for count, size in runs]
+        done: list[Tensor] = []
+        for run, *part in zip(runs, *(x.flatten(0, -3).split(sizes) for x in (q, k, v)), strict=True):
+            q_run, k_run, v_run = (x.unflatten(0, run) for x in part)
+            done.append(attend(layer, q_run, k_run, v_run, sinks).flatten(0, 1))
         return torch.cat(done).view(*q.shape[:-1], v.shape[-1])
 
     return attend_inside
 
 
-def attend_last(config: DecoderConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_last(
+    config: DecoderConfig, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of the last tokens, q (…, T, H, D), to keys and values (…, S, KV, D) of all so far, S ≥ T, which were
     kept; LSH layers attend fully, as they do when served. (…, T, H, D)."""
     leading, new, window = q.shape[:-3], q.shape[-3], config.layer_window(layer)
     if window is not None:
         k, v = (x[..., -(window + new - 1) :, :, :] for x in (k, v))
     q, k, v = (x.transpose(-3, -2).reshape(-1, x.shape[-2], x.shape[-3], x.shape[-1]) for x in (q, k, v))
-    if config.attention_cap is not None:
-        out = capped_attention(q, k, v, config.attention_cap, window)
+    if config.attention_cap is not None or sinks is not None:
+        out = scored_attention(q, k, v, config.attention_cap, window, sinks)
     else:
         query = torch.arange(k.shape[2] - new, k.shape[2], device=q.device)[:, None]
         key = torch.arange(k.shape[2], device=q.device)
@@ -164,9 +171,9 @@ def positions_and_attention(
     first = torch.full((token_ids.numel(),), len(flat), dtype=torch.int64, device=flat.device)
     first = first.scatter_reduce(0, flat, order, "amin")  # the first place on a path of each token
 
-    def attend_along(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        laid_out = (_rows(x.flatten(0, -3), flat).unflatten(0, sequences) for x in (q, k, v))
-        out = attend(layer, *laid_out).flatten(0, 1)
+    def attend_along(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        q_NW, k_NW, v_NW = (_rows(x.flatten(0, -3), flat).unflatten(0, sequences) for x in (q, k, v))
+        out = attend(layer, q_NW, k_NW, v_NW, sinks).flatten(0, 1)
         return _rows(out, first).view(*q.shape[:-1], v.shape[-1])
 
     return (first % sequences[1]).view(token_ids.shape), attend_along

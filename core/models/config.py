@@ -94,6 +94,10 @@ class DecoderConfig(Config):
     attention_cap: Number | None = Field(
         default=None, gt=0, description="Scores of attention become cap × tanh(score / cap) (Gemma 2); none: they stay."
     )
+    attention_sinks: Flag = Field(
+        default=False,
+        description="Whether each head has a learned score more in the sum that attention divides by (gpt-oss).",
+    )
     logit_cap: Number | None = Field(default=None, gt=0, description="The same of the logits.")
     layer_rotary: tuple[Rotary, ...] | None = Field(
         default=None,
@@ -263,6 +267,7 @@ class DecoderConfig(Config):
             "parallel",
             "head_bias",
             "attention_cap",
+            "attention_sinks",
             "logit_cap",
             "layer_rotary",
             "rotary_pairs",

@@ -25,8 +25,8 @@ from penjing.core.models.mlp import MLP
 from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies, layer_angles
-from penjing.kernels.capped_attention import soft_cap
 from penjing.kernels.cross_entropy import linear_cross_entropy
+from penjing.kernels.scored_attention import soft_cap
 
 
 class DecoderLayer(nn.Module):

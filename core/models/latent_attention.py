@@ -23,9 +23,9 @@ EPS = 1e-6  # of the norms inside, whatever rms_norm_eps says: as in DeepSeek's 
 def pad_values(attend: Attend) -> Attend:
     """An `Attend` over a cache that keeps keys and values of one size: v gets zeros up to D, its output is cut."""
 
-    def padded(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def padded(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
-        return attend(layer, q, k, F.pad(v, (0, missing)))[..., :size] if missing else attend(layer, q, k, v)
+        return attend(layer, q, k, F.pad(v, (0, missing)) if missing else v, sinks)[..., :size]
 
     return padded
 

@@ -101,6 +101,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         | _linear("self_attn.v_proj", key, hidden, bias)
         | _linear("self_attn.o_proj", hidden, query, config.attention_output_bias)
     )
+    if config.attention_sinks:
+        shapes["self_attn.sinks"] = (heads,)
     if config.qk_norm:
         whole = config.qk_norm_over == "all"
         sizes = {"q": query if whole else head_dim, "k": key if whole else head_dim}

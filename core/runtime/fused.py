@@ -171,6 +171,7 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,
         window=config.layer_window(index),
+        sinks=attention.sinks,
         hadamard=mlp.hadamard,
     )
 

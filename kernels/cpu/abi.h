@@ -54,6 +54,7 @@ struct PjLayer {
     const float* down_norm;    // (hidden) or null: of what the MLP adds
     const float* q_norm;       // (head_dim), with whole_norm (heads × head_dim), or null
     const float* k_norm;
+    const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
     int64_t window;            // keys a query sees, itself included; 0: all
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
     float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative

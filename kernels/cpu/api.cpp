@@ -15,7 +15,7 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 24; }
+PJ_API int32_t pj_abi_version() { return 25; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
@@ -161,10 +161,10 @@ PJ_API void pj_write_kv(const float* k, const float* v, const int64_t* slots, in
 }
 
 PJ_API int32_t pj_attention(const float* q, float* out, const PjPages* pages, const PjSequences* sequences,
-                            int64_t num_heads, float scale, float cap, int64_t window, const PjSelection* selection,
-                            const int64_t* slots, uint8_t* masks) {
+                            int64_t num_heads, float scale, float cap, const float* sinks, int64_t window,
+                            const PjSelection* selection, const int64_t* slots, uint8_t* masks) {
     return run_attention(q, out, *pages, *sequences, {num_heads, pages->num_kv_heads, pages->head_dim}, scale, cap,
-                         window, selection, slots, masks);
+                         sinks, window, selection, slots, masks);
 }
 
 PJ_API void* pj_make_decoder(const PjModel* model) { return make_decoder(*model); }

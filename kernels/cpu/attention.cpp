@@ -130,7 +130,8 @@ void finish(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
     for (int64_t row = 0; row < item.num_tokens * group; ++row) {
         const int64_t head = item.kv_head * group + row % group;
         float* to = call.out + (item.first_row + row / group) * call.ldo + head * shape.head_dim;
-        ops.scale_row(state.out + row * shape.head_dim, 1.0f / state.total[row], shape.head_dim, to);
+        const float sink = call.sinks ? std::exp2(call.sinks[head] * LOG2_E - state.peak[row]) : 0.0f;
+        ops.scale_row(state.out + row * shape.head_dim, 1.0f / (state.total[row] + sink), shape.head_dim, to);
     }
 }
 

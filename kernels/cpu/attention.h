@@ -76,6 +76,7 @@ struct AttentionCall {
     const uint8_t* masks;                   // (rows, num_kv_heads, mask_stride), see SelectionPlan; null: all keys
     int64_t mask_stride;
     float cap;  // scores become cap × tanh(score / cap); 0: they stay
+    const float* sinks;  // (num_heads) a score more in each sum that attention divides by; null: none
 };
 
 // Floats of working memory for one member.

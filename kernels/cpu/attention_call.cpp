@@ -36,8 +36,8 @@ void attention_member(const Team& team, void* context) {
 }  // namespace
 
 int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,
-                  const AttentionShape& shape, float scale, float cap, int64_t window, const PjSelection* selection,
-                  const int64_t* slots, uint8_t* masks) {
+                  const AttentionShape& shape, float scale, float cap, const float* sinks, int64_t window,
+                  const PjSelection* selection, const int64_t* slots, uint8_t* masks) {
     const int threads = num_threads();
     AttentionPlan plan;
     if (!plan.build(sequences, shape, pages.num_blocks, pages.block_size, window, threads)) return -2;
@@ -59,7 +59,7 @@ int run_attention(const float* q, float* out, const PjPages& pages, const PjSequ
     choice.begin(plan, progress);
     const int64_t stride = shape.num_heads * shape.head_dim;
     const AttentionCall call{q, out, stride, stride, pages, scale, window, memory + own * static_cast<size_t>(threads),
-                             &progress, 1, bytes, choice.tiles(), cap};
+                             &progress, 1, bytes, choice.tiles(), cap, sinks};
     Call context{ops(), plan, choice, call, memory, own, bytes};
     run_team(attention_member, &context, threads);
     if (masks && bytes) memcpy(masks, bytes, choice.mask_bytes());

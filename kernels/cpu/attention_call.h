@@ -10,7 +10,7 @@ namespace penjing {
 // context), or null, gets what the rows chose.
 // 0 when done, −1 without memory, −2 for a block id outside the cache, −9 for a selection that does not fit the pages.
 int run_attention(const float* q, float* out, const PjPages& pages, const PjSequences& sequences,
-                  const AttentionShape& shape, float scale, float cap, int64_t window, const PjSelection* selection,
-                  const int64_t* slots, uint8_t* masks);
+                  const AttentionShape& shape, float scale, float cap, const float* sinks, int64_t window,
+                  const PjSelection* selection, const int64_t* slots, uint8_t* masks);
 
 }  // namespace penjing

@@ -186,7 +186,8 @@ void Decoder::attention(const Team& team, int64_t layer) {
     const Ops& ops = *step_.ops;
     const AttentionCall call{step_.qkv, attended_, layers_.qkv_size(), layers_.q_size(), layers_.pages(layer),
                              model_.attention_scale, layers_[layer].window, partial_, &progress_,
-                             static_cast<int32_t>(layer + 1), choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap};
+                             static_cast<int32_t>(layer + 1), choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap,
+                             layers_[layer].sinks};
     float* scratch = attention_scratch_[static_cast<size_t>(team.member)];
     if (layers_.chooses(layer) && !choice_.completed().empty()) {
         summarize_blocks(ops, choice_, call.pages, team);

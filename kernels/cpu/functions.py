@@ -350,6 +350,7 @@ class CpuExtension:
         v_scale: Tensor | None = None,
         chooses: LayerBlocks | None = None,
         cap: float | None = None,
+        sinks_H: Tensor | None = None,
         turned: bool = False,
     ) -> Tensor:
         """(T, num_heads, head_dim) float32; see `kernels.paged_attention`, `kernels.key_blocks` for `chooses`, and
@@ -362,6 +363,8 @@ class CpuExtension:
         sequences = check_sequences(cu_query_S1, context_len_S, block_table_SB, q_THD.shape[0], k_cache.shape[2])
         if window is not None and window < 1:
             raise ValueError(f"window={window}: at least 1 key is needed")
+        if sinks_H is not None:
+            check("sinks_H", sinks_H, torch.float32, (q_THD.shape[1],))
         out_THD = torch.empty_like(q_THD)
         if q_THD.shape[0]:
             result = self.library.pj_attention(
@@ -372,6 +375,7 @@ class CpuExtension:
                 q_THD.shape[1],
                 scale,
                 cap or 0.0,
+                None if sinks_H is None else sinks_H.data_ptr(),
                 window or 0,
                 *self._chosen(pages, chooses, (q_THD.shape[0], num_kv_heads, int(context_len_S.max()))),
             )

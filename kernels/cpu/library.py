@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 TURNED_KEYS = 16  # of turned pages, see `Pages`
 
@@ -52,6 +52,7 @@ class Layer(ctypes.Structure):
         ("down_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
         ("window", c_int64),
         ("hadamard", c_int64),
         ("curve", c_float * 2),
@@ -287,7 +288,7 @@ _FUNCTIONS = {
     "pj_attention": (
         c_int32,
         [
-            *(c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_float, c_int64),
+            *(c_void_p, c_void_p, POINTER(Pages), POINTER(Sequences), c_int64, c_float, c_float, c_void_p, c_int64),
             *(POINTER(Selection), c_void_p, c_void_p),
         ],
     ),

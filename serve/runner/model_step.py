@@ -32,12 +32,19 @@ class ModelStep:
         """
         lengths = tensors.cu_query, tensors.context_len, tensors.block_table
 
-        def attend(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q_THD: torch.Tensor,
+            k_TKD: torch.Tensor,
+            v_TKD: torch.Tensor,
+            sinks_H: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             k_cache, v_cache = kv_pool[layer]
             k_scale, v_scale = (None, None) if kv_scale is None else kv_scale[layer]
             write_kv(k_TKD, v_TKD, k_cache, v_cache, tensors.slots, k_scale, v_scale)
             sees = self._scale, self._windows[layer], k_scale, v_scale
-            return paged_attention(q_THD, k_cache, v_cache, *lengths, *sees, cap=self.model.config.attention_cap)
+            cap = self.model.config.attention_cap
+            return paged_attention(q_THD, k_cache, v_cache, *lengths, *sees, cap=cap, sinks_H=sinks_H)
 
         rows = tensors.logit_rows.long()
         with torch.inference_mode():

@@ -26,11 +26,11 @@ class _Cache:
         self._config = config
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /) -> Tensor:
         if layer in self._kept:
             k, v = (torch.cat(pair, -3) for pair in zip(self._kept[layer], (k, v), strict=True))
         self._kept[layer] = k, v
-        return attend_last(self._config, layer, q, k, v)
+        return attend_last(self._config, layer, q, k, v, sinks)
 
 
 @torch.no_grad()

@@ -228,7 +228,7 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
     if model.qk_norm_over == "all":
         raise ConfigError(f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3")
-    names = ("mlp_gated", "parallel", "head_bias", "logit_cap", "learned_positions")
+    names = ("mlp_gated", "parallel", "head_bias", "logit_cap", "learned_positions", "attention_sinks")
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
     if model.moe is not None:
@@ -274,8 +274,9 @@ def _check_stages(config: ParallelConfig, model: DecoderConfig) -> None:
 
 def _check_context(config: ParallelConfig, model: DecoderConfig, length: int) -> None:
     cp = config.cp
-    if model.attention_cap is not None:
-        raise ConfigError(f"parallel.cp={cp}: it does not know a model.attention_cap; leave cp = 1")
+    if model.attention_cap is not None or model.attention_sinks:
+        name = "attention_sinks" if model.attention_cap is None else "attention_cap"
+        raise ConfigError(f"parallel.cp={cp}: it does not know model.{name}; leave cp = 1")
     _check_pieces("2 × parallel.cp", 2 * cp, length)
     if config.sequence:
         _check_pieces("parallel.cp × parallel.tp", cp * config.tp, length)

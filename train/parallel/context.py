@@ -45,7 +45,10 @@ class Context:
         # torch 2.13 would have them called …_single, which 2.11 does not know.
         warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)_tensor` is deprecated", FutureWarning)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            assert sinks is None, "such a model is refused"
             window, piece = config.layer_window(layer), q.shape[1] // 2
             k, v = (self._in_order(_Gather.apply(x, self.group)) for x in (k, v))
             parts = []

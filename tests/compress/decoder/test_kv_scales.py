@@ -33,9 +33,11 @@ def test_scales_span_what_the_artifact_caches_on_calibration_text(with_scales: P
     found: dict[int, list[float]] = {}
     causal = causal_attention(loaded.config)
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         found[layer] = [float(k.abs().amax()), float(v.abs().amax())]
-        return causal(layer, q, k, v)
+        return causal(layer, q, k, v, sinks)
 
     with torch.no_grad():
         loaded.model(windows, attend=attend)

@@ -28,13 +28,14 @@ NEW = (
     "jais2",
     "hunyuan",
     "gpt2",
+    "granite_swa",
     "gpt_neo",
     "gpt_bigcode",
     "opt",
     "gptj",
     "apertus",
 )
-ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus")  # the others where there is time
+ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa")  # the others where there is time
 
 
 @pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope"])

@@ -32,11 +32,11 @@ class Pages:
         context = torch.tensor([past + len(ids) for ids, past, _ in steps], dtype=torch.int32)
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(torch.int32)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
             k_cache, v_cache = self.pool[layer]
             write_kv(k, v, k_cache, v_cache, slots)
             window = self.config.layer_window(layer)
             lengths, scale, cap = (cu_query, context, table), q.shape[-1] ** -0.5, self.config.attention_cap
-            return paged_attention(q, k_cache, v_cache, *lengths, scale, window, cap=cap)
+            return paged_attention(q, k_cache, v_cache, *lengths, scale, window, cap=cap, sinks_H=sinks)
 
         return model(torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), pad_values(attend))

@@ -87,6 +87,7 @@ def test_the_last_tokens_see_what_they_see_in_the_whole_text(window: int | None,
     further = {"model_type": "penjing", "sliding_window": window, "attention_cap": cap}
     config = DecoderConfig.model_validate(tiny_config().model_dump() | further)
     q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
-    whole = causal_attention(config)(0, q, k, v)
-    torch.testing.assert_close(attend_last(config, 0, q[:, -new:], k, v), whole[:, -new:])
-    torch.testing.assert_close(attend_last(config, 0, q[0, -new:], k[0], v[0]), whole[0, -new:])
+    for sinks in (None, torch.tensor([-1.0, 0.0, 1.0, 3.0])):
+        whole = causal_attention(config)(0, q, k, v, sinks)
+        torch.testing.assert_close(attend_last(config, 0, q[:, -new:], k, v, sinks), whole[:, -new:])
+        torch.testing.assert_close(attend_last(config, 0, q[0, -new:], k[0], v[0], sinks), whole[0, -new:])

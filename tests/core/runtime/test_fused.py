@@ -81,6 +81,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "learned_positions": True,
         "layer_rotary": ("none", "none"),
     },
+    "sinks": {
+        "model_type": "penjing",
+        "attention_sinks": True,
+        "sliding_window": 20,
+        "layer_types": ("sliding_attention", "full_attention"),
+    },
     "apertus": {"model_type": "penjing", "mlp_gated": False, "activation": "xielu", "qk_norm": True},
     "gemma2": {
         "model_type": "penjing",

@@ -1,4 +1,6 @@
-"""Causal attention whose scores are capped softly, cap × tanh(score / cap) (Gemma 2, https://arxiv.org/abs/2408.00118).
+"""Causal attention that looks at its scores: caps them softly, cap × tanh(score / cap) (Gemma 2,
+https://arxiv.org/abs/2408.00118), or has a sink in each head, a score more in the sum that it divides by
+(https://arxiv.org/abs/2309.17453, learned in gpt-oss).
 
 Some queries are taken at a time, so that scores never exist all at once.
 """
@@ -13,7 +15,14 @@ from penjing.kernels.dispatch import cpu_extension
 _ROWS = 128  # queries
 
 
-def capped_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, cap: float, window: int | None = None) -> Tensor:
+def scored_attention(
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    cap: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Attention of each token to itself and the tokens before it, with a window to the nearest window − 1 of them.
     Scores are scaled by 1/√D; differentiable; scores and softmax in float32 or wider.
 
@@ -21,7 +30,8 @@ def capped_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, cap: float,
         q_BHTD: (B, H, T, D) floating.
         k_BKTD, v_BKTD: (B, KV, S, D) and (B, KV, S, any) of S ≥ T tokens, of which queries are the last; H is a
             multiple of KV.
-        cap: above 0.
+        cap: above 0; None: scores stay.
+        sinks_H: (H,) floating.
 
     Returns:
         (B, H, T, D) of v's last size.
@@ -34,10 +44,15 @@ def capped_attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, cap: float,
         end = min(begin + _ROWS, tokens)
         first = 0 if window is None else max(0, begin - window + 1)
         score = q[..., begin - before : end - before, :] @ k[..., first:end, :].mT
-        score = cap * torch.tanh(score.to(torch.promote_types(score.dtype, torch.float32)) / cap)
+        score = score.to(torch.promote_types(score.dtype, torch.float32))
+        score = score if cap is None else cap * torch.tanh(score / cap)
         row, key = torch.arange(begin, end, device=q.device)[:, None], torch.arange(first, end, device=q.device)
         hidden = key > row if window is None else (key > row) | (key <= row - window)
-        probability = score.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
+        score = score.masked_fill(hidden, -torch.inf)
+        if sinks_H is not None:
+            sink = sinks_H.to(score.dtype).view(k.shape[1], -1, 1, 1).expand(*score.shape[:-1], 1)
+            score = torch.cat((score, sink), -1)
+        probability = score.softmax(-1)[..., : end - first].to(v.dtype)
         made.append(probability @ v[..., first:end, :])
     return torch.cat(made, dim=3).flatten(1, 2)
 

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
-from penjing.core.imports.vocab_tokenizer import tokenizer_from_vocab
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.text.vocab_tokenizer import tokenizer_from_vocab
 
 TEXTS = [
     "Hello, world! It's 2026: 12345 trees.",
