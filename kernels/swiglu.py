@@ -26,6 +26,18 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return extension.swiglu(gate.detach().contiguous(), up.detach().contiguous())
 
 
+CLAMP, STEEPNESS = 7.0, 1.702  # of clamped_swiglu
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """g × sigmoid(1.702 g) × (u + 1) with g = min(gate, 7) and u = up within −7 and 7, in float32 (gpt-oss);
+    differentiable. Both are of one shape and dtype, which the result has too."""
+    g = gate.to(torch.float32).clamp(max=CLAMP)
+    u = up.to(torch.float32).clamp(-CLAMP, CLAMP)
+    # torch's sigmoid differs in the last bit by where an element lies, see `swiglu_torch`.
+    return (g / ((g * -STEEPNESS).exp() + 1) * (u + 1)).to(gate.dtype)
+
+
 def swiglu_quantize(gate_MK: torch.Tensor, up_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_per_token(swiglu(gate_MK, up_MK))`: on a GPU in one pass over matrices of up to 32 768 columns.
 

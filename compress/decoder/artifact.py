@@ -96,10 +96,13 @@ class _Layers:
 
     def _say_unsmoothed(self) -> None:
         alpha = self.settings.transform.smooth_down
-        if alpha > 0 and not self.config.mlp_gated:
+        moe = self.config.moe
+        clamped = moe is not None and moe.activation != "silu"
+        if alpha > 0 and (clamped or not self.config.mlp_gated):
+            what = "the experts have an activation of their own" if clamped else "the MLPs have no gate"
             self.progress.note(
-                f"transform.smooth_down={alpha:g} does nothing here: the MLPs of {self.source} have no gate, so "
-                "nothing before down_proj can absorb a scale; with 0 it is not said"
+                f"transform.smooth_down={alpha:g} does nothing here: {what} in {self.source}, so that nothing before "
+                "down_proj can absorb a scale; with 0 it is not said"
             )
 
     def _say_few(self, records: list[StepRecord]) -> None:

@@ -2,7 +2,7 @@
 
 A linear computes (x / s)·(W × s)ᵀ for any positive s, one value an input channel. Dividing by s costs nothing where
 what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated product is linear in it; an MLP without
-a gate absorbs nothing), the rows of `v_proj` (attention mixes positions, not channels).
+a gate and gpt-oss's experts absorb nothing), the rows of `v_proj` (attention mixes positions, not channels).
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def smooth_linears(
             for name in names:
                 weights[name].mul_(scale_K)
             scales |= dict.fromkeys(readers, scale_K)
-    if transform.smooth_down > 0:
+    linear = config.moe is None or config.moe.activation == "silu"
+    if transform.smooth_down > 0 and linear:
         for mlp in mlps(weights):
             if f"{mlp}.up_proj.weight" not in weights:
                 continue  # what an activation gives is not linear in anything before it

@@ -24,6 +24,7 @@ from penjing.core.folded.fold import (
     sliding_of,
 )
 from penjing.core.folded.gemma import GEMMAS
+from penjing.core.folded.gpt_oss import GPT_OSS
 from penjing.core.folded.granite import GRANITES
 from penjing.core.folded.learned import LEARNED
 from penjing.core.models.hf_config import FOLDED
@@ -353,5 +354,6 @@ _FAMILIES: dict[str, Family] = (
     | CENTRED
     | GEMMAS
     | GRANITES
+    | GPT_OSS
     | LEARNED
 )

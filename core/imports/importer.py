@@ -18,6 +18,8 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES, family_of
 from penjing.core.files import atomic_write_text, publish_folder, sha256_file
 from penjing.core.folded.families import folds
+from penjing.core.folded.gpt_oss import NAME as GPT_OSS
+from penjing.core.folded.gpt_oss_weights import GptOssCheckpoint
 from penjing.core.folded.weights import FoldedCheckpoint
 from penjing.core.foreign.folder import FoldedForeignCheckpoint, ForeignCheckpoint
 from penjing.core.foreign.keep import Kept, runs_as_it_is, said_of_integers
@@ -39,7 +41,6 @@ from penjing.kernels.int4_linear import ActivationBits
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _CHOICES = ("dequantize", "keep_integers", "activations", "context")  # a manifest has those that are not the usual ones
-_FLOATING = (Checkpoint, FoldedCheckpoint)
 _DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
 
 
@@ -262,14 +263,22 @@ class _GgufSource:
             atomic_write_text(folder / name, text)
 
 
+def _kind_of(values: dict[str, Any]) -> type[Checkpoint]:
+    """Who opens the folder whose config.json has `values`."""
+    if values.get("model_type") == GPT_OSS:
+        return GptOssCheckpoint
+    if values.get("quantization_config"):
+        return FoldedForeignCheckpoint if folds(values) else ForeignCheckpoint
+    return FoldedCheckpoint if folds(values) else Checkpoint
+
+
 class _FolderSource:
     """A Hugging Face folder; its weights must be floating-point, or quantized in a way that is read, and fit
     `config.json`."""
 
     def __init__(self, folder: Path, dequantize: bool = False) -> None:
         values = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-        kinds = (ForeignCheckpoint, FoldedForeignCheckpoint) if values.get("quantization_config") else _FLOATING
-        self._checkpoint = kinds[folds(values)](folder)
+        self._checkpoint = _kind_of(values)(folder)
         self._folder = folder
         self.foreign = self._checkpoint if isinstance(self._checkpoint, ForeignCheckpoint) else None
         if self.foreign is not None and not dequantize and runs_as_it_is(self.foreign):

@@ -105,6 +105,12 @@ class MoEConfig(Config):
         default=False,
         description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
     )
+    biases: Flag = Field(default=False, description="Whether the router and the experts' layers have biases (gpt-oss).")
+    activation: Literal["silu", "clamped_swiglu"] = Field(
+        default="silu",
+        description="Of an expert's gate; clamped_swiglu has min(gate, 7) × sigmoid(1.702 gate) × (up + 1), up within "
+        "−7 and 7 (gpt-oss).",
+    )
     mlp_only_layers: tuple[Whole, ...] = Field(default=(), description="Layers that keep the plain MLP.")
 
     @model_validator(mode="after")

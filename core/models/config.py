@@ -233,8 +233,10 @@ class DecoderConfig(Config):
         found = self.departures()
         if found and self.model_type != "penjing":
             raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
-        if found and (self.latent_attention is not None or self.moe is not None or self.shared_layers > 1):
-            raise ValueError(f"{', '.join(found)}: not beside moe, latent_attention or shared_layers")
+        alone = self.latent_attention is None and self.shared_layers == 1
+        beside = [each for each in found if not (alone and each.startswith("attention_sinks"))]
+        if beside and (not alone or self.moe is not None):
+            raise ValueError(f"{', '.join(beside)}: not beside moe, latent_attention or shared_layers")
         if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_rotary names {len(self.layer_rotary)} layers, num_hidden_layers is {self.num_hidden_layers}"

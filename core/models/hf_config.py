@@ -72,6 +72,7 @@ FOLDED = {
     "youtu": "YoutuForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
     "apertus": "ApertusForCausalLM",
     "gpt2": "GPT2LMHeadModel",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penjing.kernels.activation import XIELU_LINEAR, Activation, activate, xielu
 from penjing.kernels.geglu import geglu
 from penjing.kernels.hadamard import hadamard
-from penjing.kernels.swiglu import swiglu
+from penjing.kernels.swiglu import clamped_swiglu, swiglu
+
+Gate = Activation | Literal["clamped_swiglu"]
+_GATED = {"silu": swiglu, "gelu_tanh": geglu, "clamped_swiglu": clamped_swiglu}
 
 
 class XIELU(nn.Module):
@@ -39,7 +44,7 @@ class MLP(nn.Module):
 
     Args:
         hadamard: block of the transform of what `down` reads, which its weight undoes (`kernels.hadamard`); 0: none.
-        activation: of the gate; with `gated` "silu" or "gelu_tanh".
+        activation: of the gate; with `gated` one of _GATED.
     """
 
     def __init__(
@@ -48,12 +53,12 @@ class MLP(nn.Module):
         inner: int,
         bias: bool = False,
         hadamard: int = 0,
-        activation: Activation = "silu",
+        activation: Gate = "silu",
         gated: bool = True,
     ):
         super().__init__()
         self.hadamard, self.gated = hadamard, gated
-        self.activation: Activation = activation
+        self.activation: Gate = activation
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         if gated:
             self.up_proj = nn.Linear(hidden, inner, bias=bias)
@@ -63,9 +68,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
-            inner = (geglu if self.activation == "gelu_tanh" else swiglu)(self.gate_proj(x), self.up_proj(x))
+            inner = _GATED[self.activation](self.gate_proj(x), self.up_proj(x))
         elif self.activation == "xielu":
             inner = self.act_fn(self.gate_proj(x))
         else:
+            assert self.activation != "clamped_swiglu", "it is of a gate"
             inner = activate(self.gate_proj(x), self.activation)
         return self.down_proj(hadamard(inner, self.hadamard).to(inner.dtype) if self.hadamard else inner)

@@ -71,7 +71,9 @@ class Experts(nn.ModuleList):
     """
 
     def __init__(self, hidden: int, config: MoEConfig):
-        super().__init__(MLP(hidden, config.moe_intermediate_size) for _ in range(config.num_experts))
+        sizes = hidden, config.moe_intermediate_size, config.biases
+        super().__init__(MLP(*sizes, activation=config.activation) for _ in range(config.num_experts))
+        self._usual = not config.biases and config.activation == "silu"
         self.here = range(config.num_experts)
         self.exchange: Callable[[Tensor, Tensor, Tensor, Compute], Tensor] | None = None
 
@@ -105,8 +107,9 @@ class Experts(nn.ModuleList):
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TE.dtype
 
     def _plain(self) -> bool:
-        """Every expert is an MLP as it was made: not quantized, and with no format of its own."""
-        return all(type(part) in (MLP, nn.Linear) for index in self.here for part in self[index].modules())
+        """Every expert is an MLP as it was made, without biases: not quantized, and with no format of its own."""
+        parts = (part for index in self.here for part in self[index].modules())
+        return self._usual and all(type(part) in (MLP, nn.Linear) for part in parts)
 
     def _sizes(self, expert_TK: Tensor) -> list[int]:
         """Rows of each expert."""
@@ -123,7 +126,7 @@ class MoE(nn.Module):
     def __init__(self, hidden: int, config: MoEConfig):
         super().__init__()
         self.config = config
-        self.gate = nn.Linear(hidden, config.num_experts, bias=False)
+        self.gate = nn.Linear(hidden, config.num_experts, bias=config.biases)
         self.experts = Experts(hidden, config)
         if config.router_bias:  # no gradient: load balancing sets it
             self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)

@@ -119,11 +119,11 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
             curve if config.activation == "xielu" else {}
         )
     moe = config.moe
-    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
+    shapes = _linear("mlp.gate", moe.num_experts, hidden, moe.biases)
     if moe.router_bias:
         shapes["mlp.e_score_correction_bias"] = (moe.num_experts,)
     for expert in range(moe.num_experts):
-        shapes |= _gated(f"mlp.experts.{expert}", hidden, moe.moe_intermediate_size)
+        shapes |= _gated(f"mlp.experts.{expert}", hidden, moe.moe_intermediate_size, moe.biases)
     if moe.shared_expert_intermediate_size:
         shapes |= _gated("mlp.shared_experts", hidden, moe.shared_expert_intermediate_size)
     if moe.shared_expert_gate:

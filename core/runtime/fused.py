@@ -149,6 +149,7 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
     attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(attention, Attention)
     assert isinstance(mlp, MLP)
+    assert mlp.activation != "clamped_swiglu", "it is of experts"
     kinds = config.layer_rotary
     return LayerWeights(
         q=_linear(attention.q_proj),

@@ -100,7 +100,10 @@ def test_smoothing_that_an_mlp_without_a_gate_cannot_absorb_is_said(
     notes = Recorder()
     recipe = write_recipe(tmp_path, make_tiny_checkpoint(**CONFIGS["arcee"]), tmp_path / "out")
     run_recipe(recipe, [UNROTATED, f"steps.0.transform.smooth_down={alpha}"], progress=notes)
-    assert sum("transform.smooth_down=0.6 does nothing here: the MLPs" in note for note in notes.notes) == said
+    assert (
+        sum("transform.smooth_down=0.6 does nothing here: the MLPs have no gate" in note for note in notes.notes)
+        == said
+    )
 
 
 def test_halves_of_a_parallel_layer_are_not_corrected(

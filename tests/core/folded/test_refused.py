@@ -53,6 +53,8 @@ from tests.core.folded.test_families import CASES, LONGROPE, save
         ("gptj", {"rotary_dim": 0}, "rotary_dim must be a positive whole number"),
         ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 3.0, 0]}, "has 3 bases"),
         ("granite_swa", {"layer_rope_theta": [1.0]}, "must have a number for each of 4 layers"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not supported"),
+        ("gpt_oss", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 is above num_experts=6"),
         ("apertus", {"hidden_act": "silu"}, "activation 'silu' of apertus is not supported; xielu"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types must name"),
     ],
