@@ -22,7 +22,7 @@ from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.cpu.kv_layout import check_int8_head_dim, page_dtype
 from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
-from penjing.kernels.low_rank import PROJECTIONS, StepAdapters
+from penjing.kernels.low_rank import StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.kernels.step_layers import (
     AnyLinear,
@@ -31,8 +31,10 @@ from penjing.kernels.step_layers import (
     LayerWeights,
     Packer,
     check_layers,
+    fill_experts,
     gate_up,
     groups_of,
+    projections,
     size,
 )
 
@@ -139,11 +141,7 @@ class DecoderStep:
         ]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
-        shapes = [
-            {name: size(linear) for name in PROJECTIONS if (linear := getattr(layer, name)) is not None}
-            for layer in layers
-        ]
-        self.adapters = StepAdapters(shapes, self._extension.empty_pages)
+        self.adapters = StepAdapters([projections(layer) for layer in layers], extension.empty_pages)
         """Low-rank adapters that rows of a step may name."""
         self.seconds = 0.0
         """Wall time that calls of the extension have taken so far."""
@@ -358,11 +356,16 @@ class DecoderStep:
     def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         out.num_qkv = packer.fill(out.qkv, (layer.q, layer.k, layer.v))
         out.out = packer.pack([layer.out])
-        out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation == "gelu_tanh")
-        out.activation, out.gated = ACTIVATIONS.index(layer.activation), layer.up is not None
+        clamped = layer.activation == "clamped_swiglu"
+        out.activation = len(ACTIVATIONS) if clamped else ACTIVATIONS.index(layer.activation)
+        out.gated = layer.up is not None
         out.curve[:] = layer.curve
         out.parallel = layer.parallel
-        out.down = packer.pack([layer.down])
+        if layer.experts is not None:
+            fill_experts(out, layer, packer)
+        else:
+            out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation == "gelu_tanh")
+            out.down = packer.pack([layer.down])
         for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
             setattr(out, name, self._optional(getattr(layer, name), self.hidden))
         head_dim, whole = self._pool_shape[-1], layer.whole_norm

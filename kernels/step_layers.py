@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import FLOATING, PackedInt4
 from penjing.kernels.int8_linear import PackedInt8
-from penjing.kernels.low_rank import LINE
+from penjing.kernels.low_rank import LINE, PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,32 @@ class Int8Table:
 
 
 AnyLinear = PackedInt8 | PackedInt4 | FloatLinear
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Experts in place of an MLP, each with a gate, the product beside it, and what leads back.
+
+    Attributes:
+        router: (experts without the shared one, hidden) in floating point.
+        per_row: how many a token goes to, those with the largest scores: softmax of the router's outputs.
+        normed: their weights are their scores divided by the sum of these.
+        factor: of the weights.
+        logistic: scores are the logistic function of the router's outputs.
+        bias: (experts without the shared one,) float32, added to scores for the choice alone.
+        shared: the last expert takes each token besides, with the weight 1.
+    """
+
+    router: FloatLinear
+    gates: Sequence[AnyLinear]
+    ups: Sequence[AnyLinear]
+    downs: Sequence[AnyLinear]
+    per_row: int
+    normed: bool = True
+    factor: float = 1.0
+    logistic: bool = False
+    bias: Tensor | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,8 +98,10 @@ class LayerWeights:
     """Whether the head norms span all heads of a token."""
     norm_rotated: bool = False
     """Whether they come after the rotation."""
-    activation: Activation = "silu"
-    """Of the gate; with `up` silu or gelu_tanh."""
+    activation: Activation | Literal["clamped_swiglu"] = "silu"
+    """Of the gate; with `up` silu or gelu_tanh, of experts also clamped_swiglu (`kernels.swiglu`)."""
+    experts: ExpertLayers | None = None
+    """Then gate, up and down are those of the first one."""
     sinks: Tensor | None = None
     """(heads,): a score more in each sum that attention divides by."""
     curve: tuple[float, float] = (0.0, 0.0)
@@ -174,7 +203,13 @@ def joins(group: Sequence[AnyLinear]) -> bool:
 def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
     """Layers of the same input, layer by layer."""
     for layer in layers:
-        yield from ((layer.q, layer.k, layer.v), gate_up(layer), (layer.out,), (layer.down,))
+        yield from ((layer.q, layer.k, layer.v), (layer.out,))
+        if layer.experts is None:
+            yield from (gate_up(layer), (layer.down,))
+            continue
+        for pair in zip(layer.experts.gates, layer.experts.ups, strict=True):
+            yield from (pair,) if layer.activation != "clamped_swiglu" else ((each,) for each in pair)
+        yield from ((down,) for down in layer.experts.downs)
 
 
 def gate_up(layer: LayerWeights) -> Sequence[AnyLinear]:
@@ -182,11 +217,76 @@ def gate_up(layer: LayerWeights) -> Sequence[AnyLinear]:
     return (layer.gate,) if layer.up is None else (layer.gate, layer.up)
 
 
+def projections(layer: LayerWeights) -> dict[str, tuple[int, int]]:
+    """Sizes of what an adapter may stand beside, by their names; experts have none."""
+    names = PROJECTIONS if layer.experts is None else PROJECTIONS[:4]
+    return {name: size(linear) for name in names if (linear := getattr(layer, name)) is not None}
+
+
 def size(linear: AnyLinear) -> tuple[int, int]:
     """(out_features, in_features)."""
     if isinstance(linear, FloatLinear):
         return linear.weight_NK.shape[0], linear.weight_NK.shape[1]
     return linear.out_features, linear.in_features
+
+
+def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
+    """Pack the experts of `layer`; its first one also stands where an MLP would."""
+    experts = layer.experts
+    assert experts is not None
+    together = layer.activation != "clamped_swiglu" and joins(gate_up(layer))
+    count, apart = len(experts.gates), 1 if together else 2
+    gate_ups, downs = (abi.Linear * (apart * count))(), (abi.Linear * count)()
+    for index, pair in enumerate(zip(experts.gates, experts.ups, strict=True)):
+        slots = (abi.Linear * 2)()
+        if together:
+            packer.fill(slots, pair, layer.activation == "gelu_tanh")
+        else:
+            slots[0], slots[1] = (packer.pack([each]) for each in pair)
+        gate_ups[apart * index : apart * (index + 1)] = slots[:apart]
+    for index, down in enumerate(experts.downs):
+        downs[index] = packer.pack([down])
+    bias = None if experts.bias is None else experts.bias.detach().float().contiguous()
+    made = abi.Experts(
+        router=packer.pack([experts.router]),
+        gate_up=gate_ups,
+        down=downs,
+        bias=None if bias is None else bias.data_ptr(),
+        num_experts=count,
+        per_row=experts.per_row + experts.shared,
+        factor=experts.factor,
+        normed=experts.normed,
+        logistic=experts.logistic,
+        shared=experts.shared,
+    )
+    packer.kept += [gate_ups, downs, made, bias]
+    out.experts, out.num_gate_up = ctypes.pointer(made), apart
+    out.gate_up[:apart], out.down = gate_ups[:apart], downs[0]
+
+
+def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> None:
+    experts = layer.experts
+    assert experts is not None
+    count = len(experts.gates)
+    if layer.parallel or layer.out_norm is not None or layer.hadamard or layer.up is None:
+        raise ValueError(f"layer {index}: experts have a gate, a norm before them alone and no transform")
+    if layer.activation not in ("silu", "gelu_tanh", "clamped_swiglu"):
+        raise ValueError(f"layer {index}: {layer.activation} of experts is not known")
+    routed = count - experts.shared
+    if size(experts.router) != (routed, hidden) or not 1 <= experts.per_row <= routed:
+        raise ValueError(f"layer {index}: {routed} experts, {experts.per_row} a row, router {size(experts.router)}")
+    if experts.bias is not None and experts.bias.shape != (routed,):
+        raise ValueError(f"layer {index}: the bias of {routed} experts has shape {tuple(experts.bias.shape)}")
+    parts = (("gates", (inner, hidden)), ("ups", (inner, hidden)), ("downs", (hidden, inner)))
+    for name, shape in parts:
+        found = {size(linear) for linear in getattr(experts, name)}
+        if found != {shape} or len(getattr(experts, name)) != count:
+            raise ValueError(f"layer {index}: {name} of experts have shapes {sorted(found)}; {shape} is needed")
+    forms = {
+        tuple(type(linear) for linear in trio) for trio in zip(experts.gates, experts.ups, experts.downs, strict=True)
+    }
+    if len(forms) > 1 or len({joins(pair) for pair in zip(experts.gates, experts.ups, strict=True)}) > 1:
+        raise ValueError(f"layer {index}: experts must be stored alike")
 
 
 def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:
@@ -197,7 +297,9 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
         inner = size(layer.gate)[0]
         if (layer.out_norm is None) != (layer.down_norm is None):
             raise ValueError(f"layer {index}: of out_norm and down_norm one is missing")
-        if layer.up is not None and layer.activation not in ("silu", "gelu_tanh"):
+        if layer.experts is not None:
+            _check_experts(index, layer, hidden, inner)
+        elif layer.up is not None and layer.activation not in ("silu", "gelu_tanh"):
             raise ValueError(f"layer {index}: {layer.activation} of a gate; silu or gelu_tanh is possible")
         if layer.parallel and layer.out_norm is not None:
             raise ValueError(f"layer {index}: parallel, with norms behind attention and MLP")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from penjing.core.models.attention import Attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
 from penjing.core.models.mlp import MLP, XIELU
+from penjing.core.models.moe import Experts, MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import ROTARIES, inverse_frequencies, yarn_magnitudes
 from penjing.core.runtime.batch_invariant import BatchInvariantLinear
@@ -19,12 +21,15 @@ from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
-from penjing.kernels.step_layers import AnyLinear, FloatLinear, Int8Table, LayerWeights
+from penjing.kernels.step_layers import AnyLinear, ExpertLayers, FloatLinear, Int8Table, LayerWeights
 
 PAGE = 16  # tokens of a page of keys and values, as the engine's are by default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TABLES = (nn.Embedding, Int8Embedding)
-SUPPORTED = (Decoder, Backbone, nn.ModuleList, *TABLES, DecoderLayer, Attention, MLP, XIELU, RMSNorm)
+SUPPORTED = (
+    *(Decoder, Backbone, nn.ModuleList, *TABLES, DecoderLayer, Attention, MLP, XIELU, RMSNorm),
+    *(MoE, Experts),
+)
 
 
 def fuse_decoder(model: Decoder) -> DecoderStep | None:
@@ -46,12 +51,13 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
 
 
 def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callable[[Tensor], Tensor] | None:
-    """Lay out one layer as `fuse_decoder` does all of them; None where only the torch path serves.
+    """Lay out one layer as `fuse_decoder` does all of them; None where only the torch path serves, and for experts, of
+    which a rounding chooses others.
 
     Returns:
         What W sequences of T tokens leave the layer with, given what they enter it with: (W, T, E) float32 both.
     """
-    if cpu_extension() is None or _unsupported(layer) is not None:
+    if cpu_extension() is None or isinstance(layer.mlp, MoE) or _unsupported(layer) is not None:
         return None
     # Tokens beyond the vocabulary enter as they are given; the head's one logit is not looked at.
     one_1E = torch.zeros(1, config.hidden_size)
@@ -118,7 +124,7 @@ def why_not_fused(model: Decoder) -> str | None:
         return f"the model is on {device}"
     if cpu_extension() is None:
         return "the C++ extension is not built or switched off"
-    reason = _unsupported(model)
+    reason = _unsupported(model) or _unusual_experts(model.config)
     if reason is not None:
         return reason
     embedding = model.model.embed_tokens
@@ -148,33 +154,71 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
     assert isinstance(layer, DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(attention, Attention)
-    assert isinstance(mlp, MLP)
-    assert mlp.activation != "clamped_swiglu", "it is of experts"
     kinds = config.layer_rotary
     return LayerWeights(
         q=_linear(attention.q_proj),
         k=_linear(attention.k_proj),
         v=_linear(attention.v_proj),
         out=_linear(attention.o_proj),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj) if mlp.gated else None,
-        down=_linear(mlp.down_proj),
+        **(_experts(mlp) if isinstance(mlp, MoE) else _mlp(mlp)),
         input_norm=_norm(layer.input_layernorm),
         post_norm=_norm(layer.post_attention_layernorm),
         out_norm=_norm(layer.attention_output_norm),
         down_norm=_norm(layer.mlp_output_norm),
         whole_norm=attention.whole_norm,
         norm_rotated=attention.norm_rotated,
-        activation=mlp.activation,
-        curve=mlp.act_fn.curve if mlp.activation == "xielu" else (0.0, 0.0),
         parallel=layer.parallel,
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,
         window=config.layer_window(index),
         sinks=attention.sinks,
-        hadamard=mlp.hadamard,
     )
+
+
+def _mlp(mlp: MLP) -> dict[str, Any]:
+    return {
+        "gate": _linear(mlp.gate_proj),
+        "up": _linear(mlp.up_proj) if mlp.gated else None,
+        "down": _linear(mlp.down_proj),
+        "activation": mlp.activation,
+        "curve": mlp.act_fn.curve if mlp.activation == "xielu" else (0.0, 0.0),
+        "hadamard": mlp.hadamard,
+    }
+
+
+def _experts(moe: MoE) -> dict[str, Any]:
+    config, router = moe.config, _linear(moe.gate)
+    assert isinstance(router, FloatLinear)
+    every = [_mlp(moe.experts[index]) for index in range(config.num_experts)]  # pyright: ignore[reportArgumentType]
+    shared = config.shared_expert_intermediate_size > 0
+    every += [_mlp(moe.shared_experts)] if shared else []
+    gates, ups, downs = ([each[name] for each in every] for name in ("gate", "up", "down"))
+    experts = ExpertLayers(
+        router,
+        gates,
+        ups,
+        downs,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        config.routed_scaling_factor,
+        config.scoring_func == "sigmoid",
+        moe.e_score_correction_bias if config.router_bias else None,
+        shared,
+    )
+    return every[0] | {"experts": experts}
+
+
+def _unusual_experts(config: DecoderConfig) -> str | None:
+    """What a layer's experts have that the C++ step does not know."""
+    moe = config.moe
+    if moe is None:
+        return None
+    if moe.shared_expert_intermediate_size not in (0, moe.moe_intermediate_size):
+        return "the MLP that all tokens take is not as wide as an expert"
+    if moe.shared_expert_gate or (moe.shared_expert_intermediate_size and moe.activation != "silu"):
+        return "what all tokens take has a gate or an activation of its own"
+    return "its experts stand in groups" if moe.n_group > 1 else None
 
 
 def _norm(module: RMSNorm | None) -> Tensor | None:

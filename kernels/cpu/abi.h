@@ -42,6 +42,20 @@ struct PjPart {
     int64_t rows;
 };
 
+// Experts in place of an MLP: a row goes to `per_row` of them, those with the largest scores of the router.
+struct PjExperts {
+    PjLinear router;          // (num_experts − shared, hidden), a float layer
+    const PjLinear* gate_up;  // (num_experts, the layer's num_gate_up)
+    const PjLinear* down;     // (num_experts)
+    const float* bias;        // (num_experts − shared) added for the choice alone; null: nothing
+    int64_t num_experts;
+    int64_t per_row;          // with the shared ones
+    float factor;             // of what the chosen ones give
+    int32_t normed;           // their weights are divided by their sum
+    int32_t logistic;         // scores become their logistic function, not shares of one
+    int32_t shared;           // 1: the last one takes every row, with the weight 1
+};
+
 // One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart.
 struct PjLayer {
     PjLinear qkv[3];
@@ -55,13 +69,14 @@ struct PjLayer {
     const float* q_norm;       // (head_dim), with whole_norm (heads × head_dim), or null
     const float* k_norm;
     const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
+    const PjExperts* experts;  // or null; with experts, gate_up and down are those of the first one
     int64_t window;            // keys a query sees, itself included; 0: all
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
     float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2
     int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula; without `gated` also 2 gelu, 3 relu²,
-                               // 4 relu, 5 xIELU
+                               // 4 relu, 5 xIELU; of experts' gates also 6, see clamped_row
     int32_t whole_norm;        // q_norm and k_norm span all heads
     int32_t rotary;            // which of the tables of cos and sin
     int32_t gated;             // 0: gate_up has the gate alone, which is activated and not multiplied

@@ -74,14 +74,18 @@ size_t Decoder::carve(void* memory) {
     last_attended_ = carver.take<float>(logits * static_cast<size_t>(layers_.q_size()));
     partial_ = carver.take<float>(static_cast<size_t>(plan_.partial_floats()));
     masks_ = carver.take<uint8_t>(choice_.mask_bytes());
-    split_rows_ = in.rows >= ROWS_A_MEMBER * threads_;
+    // Each expert is read once for all rows of the team.
+    split_rows_ = !layers_.has_experts() && in.rows >= ROWS_A_MEMBER * threads_;
+    const int64_t most_rows = std::max(in.rows, in.num_logits);
     shared_ = layers_.carve_buffers(carver, std::max(split_rows_ ? 0 : in.rows, in.num_logits));
+    if (layers_.has_experts()) layers_.carve_experts(carver, most_rows, true, shared_.experts);
     const int64_t own_rows = split_rows_ ? std::max(OWN_ROWS, most_chunk_rows(layers_.input_size())) : OWN_ROWS;
     own_.resize(static_cast<size_t>(threads_));
     attention_scratch_.resize(static_cast<size_t>(threads_));
     top_.resize(static_cast<size_t>(threads_));
     for (int i = 0; i < threads_; ++i) {
         own_[static_cast<size_t>(i)] = layers_.carve_buffers(carver, own_rows);
+        if (layers_.has_experts()) layers_.carve_experts(carver, most_rows, false, own_[static_cast<size_t>(i)].experts);
         attention_scratch_[static_cast<size_t>(i)] = carver.take<float>(
             std::max(attention_scratch_floats(plan_), choice_.scratch_floats()));
         if (in.top > 0) top_[static_cast<size_t>(i)] = carve_top(carver, in.num_logits, static_cast<int>(in.top));
@@ -142,6 +146,10 @@ Buffers Decoder::of_team(const Buffers& own, int64_t rows) const {
     b.act = shared_.act;
     b.low = shared_.low;
     b.made = shared_.made;
+    b.experts = shared_.experts;
+    b.experts.order = own.experts.order;
+    b.experts.place = own.experts.place;
+    b.experts.begin = own.experts.begin;
     return b;
 }
 

@@ -11,6 +11,10 @@ Layers::Layers(const PjModel& model, const StepRows& step)
         whole_gate_ = whole_gate_ && layer.num_gate_up == 1;
         norms_after_ = norms_after_ || layer.out_norm;
         all_keys = all_keys || layer.window == 0;
+        if (layer.experts) {
+            num_experts_ = std::max(num_experts_, layer.experts->num_experts);
+            experts_per_row_ = std::max(experts_per_row_, layer.experts->per_row);
+        }
         widest_ = std::max(widest_, layer.window);
     }
     if (all_keys) widest_ = 0;
@@ -131,7 +135,8 @@ void Layers::tail(const Team& team, int64_t index, float* hidden, const float* a
         project(team, index, hidden, attended, who, count, b, after);
     } else {
         project(team, index, hidden, attended, who, count, b, layer.gate_up[0]);
-        mlp(team, index, hidden, who, count, b, after);
+        if (layer.experts) experts(team, index, hidden, count, b.experts, after);
+        else mlp(team, index, hidden, who, count, b, after);
     }
 }
 

@@ -29,6 +29,22 @@ struct StepRows {
     float* qkv;     // (rows, qkv_size) queries, keys and values
 };
 
+constexpr int32_t CLAMPED = 6;  // PjLayer's activation
+
+// Working memory of experts: copies of rows, one for each expert that a row goes to.
+struct ExpertRows {
+    int32_t* order;  // (places) of the sorted copies, which of the chosen experts each is for: a member's own
+    int32_t* place;  // (places) the inverse
+    int32_t* begin;  // (num_experts + 1) where each expert's copies begin
+    float* normed;   // (rows, hidden) from here on the team's
+    float* score;    // (rows, num_experts)
+    int32_t* chosen;  // (rows, per_row)
+    float* weight;    // (rows, per_row)
+    Rows rows;       // of the copies
+    float* act;      // (places, 2 × intermediate)
+    float* made;     // (places, hidden)
+};
+
 // Working memory for some rows on their way through a layer.
 struct Buffers {
     Rows rows;   // input of the next linear layer
@@ -36,6 +52,7 @@ struct Buffers {
     float* gated;  // (rows, intermediate) what `down` reads, and
     float* low;    // (3, rows, rank), where a step has adapters
     float* made;   // (rows, hidden) what a half of a layer gives, where a norm stands before the residual
+    ExpertRows experts;
 };
 
 class Layers {
@@ -49,7 +66,10 @@ public:
     int64_t kv_size() const { return model_.num_kv_heads * model_.head_dim; }
     int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
     int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate}); }
+    bool has_experts() const { return num_experts_ > 0; }
     Buffers carve_buffers(Carver& carver, int64_t rows) const;
+    // For up to `rows` rows: what each member needs, or what the team does, too.
+    void carve_experts(Carver& carver, int64_t rows, bool of_team, ExpertRows& to) const;
 
     // Whether rows choose what they read of a layer's keys.
     bool chooses(int64_t layer) const { return step_.in.selection.block > 0 && step_.in.choosing[layer] >= 0; }
@@ -92,6 +112,11 @@ private:
                  int64_t count, const Buffers& b, const PjLinear& after) const;
     void mlp(const Team& team, int64_t layer, float* hidden, const int32_t* who, int64_t count, const Buffers& b,
              const PjLinear& after) const;
+    int64_t expert_places(int64_t rows) const;
+    void experts(const Team& team, int64_t layer, float* hidden, int64_t count, const ExpertRows& to,
+                 const PjLinear& after) const;
+    void experts_together(const Team& team, int64_t layer, float* hidden, int64_t count, const ExpertRows& to,
+                          const PjLinear& after) const;
     void adapt(const Team& team, int64_t layer, const int32_t* who, int64_t count, const float* x, int64_t ldx,
                float* low, std::initializer_list<LowRankOut> outs) const;
     void add_normed(const Team& team, const float* norm, float* made, int64_t count, float* hidden,
@@ -116,7 +141,7 @@ private:
     const StepRows& step_;
     std::vector<PjLayer> layers_;
     bool whole_gate_ = true, norms_after_ = false;
-    int64_t widest_ = 0;
+    int64_t widest_ = 0, num_experts_ = 0, experts_per_row_ = 0;  // the most of a layer
 };
 
 }  // namespace penjing

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 25
+ABI_VERSION = 26
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 TURNED_KEYS = 16  # of turned pages, see `Pages`
 
@@ -38,6 +38,23 @@ class Linear(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """PjExperts."""
+
+    _fields_ = (
+        ("router", Linear),
+        ("gate_up", POINTER(Linear)),
+        ("down", POINTER(Linear)),
+        ("bias", c_void_p),
+        ("num_experts", c_int64),
+        ("per_row", c_int64),
+        ("factor", c_float),
+        ("normed", c_int32),
+        ("logistic", c_int32),
+        ("shared", c_int32),
+    )
+
+
 class Layer(ctypes.Structure):
     """PjLayer."""
 
@@ -53,6 +70,7 @@ class Layer(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("sinks", c_void_p),
+        ("experts", POINTER(Experts)),
         ("window", c_int64),
         ("hadamard", c_int64),
         ("curve", c_float * 2),
@@ -242,6 +260,7 @@ STRUCTURES = (
     SampleRow,
     LowRank,
     Selection,
+    Experts,
 )  # in the order of pj_struct_bytes
 
 # name → (result, arguments)

@@ -132,6 +132,8 @@ struct Ops {
 
     void (*rms_norm_row)(const float* x, const float* weight, int64_t k, float eps, float* out);
     void (*rotate_head)(float* x, const float* cos, const float* sin, int64_t head_dim);
+    // g × sigmoid(1.702 g) × (u + 1) with g = min(gate, 7) and u = up within −7 and 7
+    void (*clamped_row)(const float* gate, const float* up, int64_t n, float* out);
     void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
     void (*geglu_row)(const float* gate, const float* up, int64_t n, float* out);
     // The activation of a PjLayer without a gate's product; out may be x.

@@ -217,6 +217,17 @@ inline void rotate_head(float* x, const float* cos, const float* sin, int64_t he
     }
 }
 
+inline void clamped_row(const float* gate, const float* up, int64_t n, float* out) {
+    const V seven = v_set(7.0f), one = v_set(1.0f);
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = n - i < W ? static_cast<int>(n - i) : W;
+        const V g = v_min(seven, v_load_n(gate + i, count));  // NaN stays
+        const V u = v_add(v_max(v_set(-7.0f), v_min(seven, v_load_n(up + i, count))), one);
+        const V exponential = v_exp2(v_mul(g, v_set(-1.702f * 1.44269504f)));
+        v_store_n(out + i, v_mul(v_div(g, v_add(one, exponential)), u), count);
+    }
+}
+
 inline void swiglu_row(const float* gate, const float* up, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i += W) {
         const int count = n - i < W ? static_cast<int>(n - i) : W;

@@ -1,0 +1,122 @@
+"""Decoders with experts in one call of the C++ extension: logits of the layers one by one, whatever shares the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penjing.core.checkpoint.load import load_model
+from penjing.core.models.decoder import Decoder
+from penjing.core.runtime.fused import fuse_decoder, why_not_fused
+from penjing.kernels.decoder_step import DecoderStep
+from penjing.kernels.dispatch import force_torch
+from tests.core.artifact.int4_artifact import quantization_config as int4_config
+from tests.core.artifact.int4_artifact import write_int4_artifact
+from tests.core.artifact.int8_artifact import quantization_config, write_int8_artifact
+from tests.core.models.paged_decoder import Pages
+from tests.core.runtime.test_fused import BLOCK_SIZE, draw_ids, fused_step
+from tests.kernels.cpu import needs_extension, the_extension
+
+pytestmark = needs_extension
+KEPT = ["lm_head", "re:.*[.]gate$"]
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "intermediate_size": 64, "moe": EXPERTS},
+    "qwen3": {
+        "model_type": "qwen3_moe",
+        "qk_norm": True,
+        "moe": EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False},
+    },
+    "sigmoid": {"model_type": "penjing", "moe": EXPERTS | {"scoring_func": "sigmoid", "router_bias": True}},
+    "shared": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 64}},
+    "biased": {"model_type": "penjing", "moe": EXPERTS | {"router_bias": True, "norm_topk_prob": False}},
+    "gpt_oss": {
+        "model_type": "penjing",
+        "attention_sinks": True,
+        "sliding_window": 20,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "moe": EXPERTS | {"biases": True, "activation": "clamped_swiglu", "routed_scaling_factor": 1.5},
+    },
+}
+
+
+def make(make_tiny_checkpoint: Callable[..., Path], folder: Path, kind: str, scheme: str) -> Decoder:
+    checkpoint = make_tiny_checkpoint(**KINDS[kind])
+    if scheme == "int8":
+        checkpoint = write_int8_artifact(checkpoint, folder / "int8", quantization=quantization_config(KEPT))
+    if scheme == "int4":
+        quantization = int4_config([]) | {"ignore": KEPT}
+        write_int4_artifact(checkpoint, folder / "int4", quantization=quantization)
+        checkpoint = folder / "int4"
+    return load_model(checkpoint).model
+
+
+def fuse(model: Decoder) -> DecoderStep:
+    step = fuse_decoder(model)
+    assert step is not None
+    return step
+
+
+def logits(step: DecoderStep, model: Decoder, ids: Tensor, *sizes: int) -> Tensor:
+    """Of a text that comes in steps of so many tokens."""
+    pages, made, past = Pages(model.config, 40, BLOCK_SIZE), list[Tensor](), 0
+    for size in sizes:
+        made.append(fused_step(step, pages, [(ids[past : past + size], past, list(range(20)))]))
+        past += size
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize(("scheme", "bound"), [("fp32", 1e-5), ("int8", 5e-3), ("int4", 5e-3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_the_layers_one_by_one(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path, kind: str, scheme: str, bound: float
+) -> None:
+    model = make(make_tiny_checkpoint, tmp_path, kind, scheme)
+    ids = draw_ids(90, 1)
+    found = logits(fuse(model), model, ids, 60, 29, 1)
+    with torch.inference_mode():
+        expected = model(ids)
+    # Where a sum in another order moves a rounded input by a step, what depends on it differs.
+    assert float((found - expected).abs().mean()) < bound * float(expected.std())
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_do_not_depend_on_what_shares_the_step(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path, kind: str, scheme: str
+) -> None:
+    """Neither on how a text is cut, nor on threads; 270 rows are more than go to experts together."""
+    model = make(make_tiny_checkpoint, tmp_path, kind, scheme)
+    step, ids, extension = fuse(model), draw_ids(300, 2), the_extension()
+    whole = logits(step, model, ids, 300)
+    assert torch.equal(logits(step, model, ids, 270, 9, 8, 8, 4, 1), whole)
+    threads = extension.num_threads
+    try:
+        extension.set_num_threads(3 - threads if threads < 3 else 1)
+        assert torch.equal(logits(step, model, ids, 300), whole)
+    finally:
+        extension.set_num_threads(threads)
+    pages = Pages(model.config, 40, BLOCK_SIZE)
+    fused_step(step, pages, [(ids[:299], 0, list(range(20)))])
+    others = [(draw_ids(5, seed), 0, [20 + seed]) for seed in range(3)]
+    assert torch.equal(fused_step(step, pages, [*others, (ids[299:], 299, list(range(20)))])[-1], whole[-1])
+
+
+def test_what_experts_have_that_the_step_does_not_know(make_tiny_checkpoint: Callable[..., Path]) -> None:
+    def why(**changes: Any) -> str | None:
+        kind = {"model_type": "penjing", "moe": EXPERTS | changes}
+        return why_not_fused(load_model(make_tiny_checkpoint(**kind)).model)
+
+    assert why() is None
+    assert why(shared_expert_intermediate_size=64) is None
+    assert why(shared_expert_intermediate_size=128) == "the MLP that all tokens take is not as wide as an expert"
+    gated = why(shared_expert_intermediate_size=64, shared_expert_gate=True)
+    assert gated == "what all tokens take has a gate or an activation of its own"
+    assert why(n_group=2, topk_group=2) == "its experts stand in groups"
+    with force_torch():
+        assert why() is not None
