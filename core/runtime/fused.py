@@ -124,7 +124,7 @@ def why_not_fused(model: Decoder) -> str | None:
         return f"the model is on {device}"
     if cpu_extension() is None:
         return "the C++ extension is not built or switched off"
-    reason = _unsupported(model) or _unusual_experts(model.config)
+    reason = _unsupported(model) or unusual_experts(model.config)
     if reason is not None:
         return reason
     embedding = model.model.embed_tokens
@@ -209,7 +209,7 @@ def _experts(moe: MoE) -> dict[str, Any]:
     return every[0] | {"experts": experts}
 
 
-def _unusual_experts(config: DecoderConfig) -> str | None:
+def unusual_experts(config: DecoderConfig) -> str | None:
     """What a layer's experts have that the C++ step does not know."""
     moe = config.moe
     if moe is None:

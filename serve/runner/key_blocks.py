@@ -6,6 +6,7 @@ import torch
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
+from penjing.core.runtime.fused import unusual_experts
 from penjing.kernels.cpu.key_blocks import KeyBlocks, StepBlocks, bytes_of_summaries
 from penjing.serve.engine.config import EngineConfig
 
@@ -36,8 +37,8 @@ def check_key_blocks(config: EngineConfig, model: DecoderConfig) -> None:
         raise ConfigError(
             f"{wanted} does not fit this model: its keys come from latent attention; leave attention=full"
         )
-    if model.moe is not None:
-        raise ConfigError(f"{wanted} does not fit this model: it has experts; leave attention=full")
+    if (why := unusual_experts(model)) is not None:
+        raise ConfigError(f"{wanted} does not fit this model: {why}; leave attention=full")
     kinds = {model.layer_type(layer) for layer in range(model.num_hidden_layers)} - {"full_attention"}
     if kinds:
         raise ConfigError(

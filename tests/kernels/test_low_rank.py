@@ -94,15 +94,16 @@ def test_the_transform_before_down_does_not_reach_the_adapter(isa: CpuExtension)
     assert (run(step, ids, slots) - expected).abs().max() < 2e-4 * expected.std()
 
 
-@pytest.mark.parametrize("style", ["llama", "neox"])
+@pytest.mark.parametrize("style", ["llama", "neox", "mixtral"])
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
 def test_rows_keep_their_bits_in_any_company(isa: CpuExtension, threads: CpuExtension, int8: bool, style: str) -> None:
     """Alone, beside other adapters and none, in chunks, by rows and by columns; rows without one as in a step that
     knows of none."""
     step = make_step(int8, style=style)  # of INT8 the gate and up projections are one
     shapes = SHAPES | {"gate": (80, 48), "up": (80, 48), "down": (48, 80)}
-    if style == "neox":
-        del shapes["up"]
+    lacks = {"neox": ("up",), "mixtral": ("gate", "up", "down")}  # experts have no adapters
+    for name in lacks.get(style, ()):
+        del shapes[name]
     generator = torch.Generator().manual_seed(3)
 
     def pair(shape: tuple[int, int], rank: int) -> LowRank:
@@ -110,6 +111,9 @@ def test_rows_keep_their_bits_in_any_company(isa: CpuExtension, threads: CpuExte
             torch.randn(rank, shape[1], generator=generator), torch.randn(shape[0], rank, generator=generator), 0.1
         )
 
+    if style == "mixtral":
+        with pytest.raises(ValueError, match="'down' is no projection; those are q, k, v, out"):
+            step.adapters.add([{"down": pair((48, 80), 4)} for _ in range(3)])
     slots = [step.adapters.add([{n: pair(s, rank) for n, s in shapes.items()} for _ in range(3)]) for rank in (4, 9)]
     ids = draw_ids(120)
     alone = {slot: run(step, ids, None if slot < 0 else [slot] * 120) for slot in (-1, *slots)}

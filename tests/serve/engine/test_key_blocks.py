@@ -176,6 +176,7 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], words: st
         parse_config(EngineConfig, {**BLOCKS, **settings}, "--set")
 
 
+EXPERTS = {"num_experts": 10, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attention_window": 512, "attention_budget": 1024}, "attention_window=512 holds the whole context of 256"),
     ({}, {"attention_budget": 256}, "attention_budget=256 holds the whole context of 256"),
@@ -183,6 +184,11 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attention_full_layers": [0, 1]}, r"attention_full_layers=\[0, 1\]: the model has 2 layers, so that none"),
     ({}, {"attention_full_layers": [1, 5]}, r"\[1, 5\]: the model has 2 layers, .* none with the number 5"),
     ({"sliding_window": 32}, {}, "layers of sliding_attention"),
+    (
+        {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 48}},
+        {},
+        "not as wide as an expert",
+    ),
     ({"layer_types": ["full_attention", "lsh_attention"], "model_type": "penjing"}, {}, "layers of lsh_attention"),
 ]
 
@@ -191,6 +197,16 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_models_that_do_not_fit(changes: dict[str, Any], settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny_engine(tiny_model(**changes), **{**BLOCKS, **settings})
+
+
+def test_a_model_with_experts_chooses_too() -> None:
+    loaded = tiny_model(model_type="penjing", moe=EXPERTS)
+    whole = engine_of(loaded, BLOCKS, enable_prefix_caching=False, max_num_batched_tokens=CONTEXT)
+    alone: Answers = {}
+    for request in requests():
+        alone |= answers(whole, [request])
+    assert answers(engine_of(loaded, BLOCKS, max_num_batched_tokens=37, max_num_sequences=12), requests()) == alone
+    assert answers(engine_of(loaded, BLOCKS | {"attention": "full"}), requests()) != alone
 
 
 def test_a_model_whose_layers_run_on_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
