@@ -17,6 +17,7 @@ from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
+from penjing.core.errors import InputError
 from penjing.core.manifest import verify
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
@@ -83,8 +84,10 @@ def test_a_pruned_decoder_is_the_masked_one(tmp_path: Path, parts: tuple[str, ..
         {"norms": "around", "activation": "gelu_tanh", "attention_cap": 1.5, "logit_cap": 2.0},
         {"mlp_gated": False, "activation": "gelu", "parallel": True, "head_bias": True, "tie_word_embeddings": False},
         {"norms": "after", "qk_norm": True, "qk_norm_over": "all", "rms_norm_eps": 1e-9},
+        {"mlp_gated": False, "activation": "relu", "learned_positions": True, "layer_rotary": ["none"] * 3},
+        {"mlp_gated": False, "activation": "xielu", "qk_norm": True},
     ],
-    ids=["caps", "parallel", "norms-over-heads"],
+    ids=["caps", "parallel", "norms-over-heads", "positions", "xielu"],
 )
 def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: dict[str, Any]) -> None:
     """A soft cap changes each score by itself, so that heads leave as they do without one."""
@@ -92,6 +95,16 @@ def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: d
     record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), parts=["ffn", "heads", "hidden"], ratio=0.3)
     assert {row["part"] for row in record["groups"]} == {"ffn", "heads", "hidden"}
     groups = graph_of(Decoder(dense.config.model_copy(update={"attention_cap": None})))
+    expected = output(masked(dense, record, groups), PROMPT)
+    assert (output(load(tmp_path / "pruned"), PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_heads_with_sinks_stay(tmp_path: Path) -> None:
+    dense = decoder(tmp_path / "dense", model_type="penjing", attention_sinks=True)
+    with pytest.raises(InputError, match="attention_sinks, a number of each head: leave 'heads' out of parts"):
+        prune(tmp_path / "dense", tmp_path / "none", parts=["ffn", "heads"], ratio=0.3)
+    record = prune(tmp_path / "dense", tmp_path / "pruned", parts=["ffn", "hidden"], ratio=0.3)
+    groups = graph_of(Decoder(dense.config.model_copy(update={"attention_sinks": False})))
     expected = output(masked(dense, record, groups), PROMPT)
     assert (output(load(tmp_path / "pruned"), PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
