@@ -81,9 +81,8 @@ class DecoderSubject:
         with torch.device("meta"):
             self.dense: nn.Module = self.build(whole)
             # Windows decide which tokens meet, not which channels: full attention has all the couplings. A soft cap
-            # changes each score by itself, and sinks stay where heads do.
+            # changes each score by itself.
             plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None, "attention_cap": None}
-            plain |= {"attention_sinks": False}
             self.model: nn.Module = self.build(self.config.model_copy(update=plain))
             self.example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
 

@@ -24,7 +24,7 @@ from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageCo
 from penjing.core.progress import Silent
 from penjing.train.data.pack import pack
 from penjing.train.run import train
-from tests.compress.conftest import write_recipe
+from tests.compress.conftest import Notes, write_recipe
 from tests.compress.prune.checkpoints import decoder, images, masked, prune, resnet, tokens
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
@@ -99,11 +99,13 @@ def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: d
     assert (output(load(tmp_path / "pruned"), PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_heads_with_sinks_stay(tmp_path: Path) -> None:
+def test_heads_with_sinks_stay(tmp_path: Path, notes: Notes) -> None:
     dense = decoder(tmp_path / "dense", model_type="penjing", attention_sinks=True)
     with pytest.raises(InputError, match="attention_sinks, a number of each head: leave 'heads' out of parts"):
         prune(tmp_path / "dense", tmp_path / "none", parts=["ffn", "heads"], ratio=0.3)
-    record = prune(tmp_path / "dense", tmp_path / "pruned", parts=["ffn", "hidden"], ratio=0.3)
+    record = prune(tmp_path / "dense", tmp_path / "pruned", parts=["ffn", "hidden"], ratio=0.3, progress=notes)
+    assert {row["part"] for row in record["groups"]} == {"ffn", "hidden"}
+    assert not [line for line in notes.lines if "there is no rule for it" in line], notes.lines
     groups = graph_of(Decoder(dense.config.model_copy(update={"attention_sinks": False})))
     expected = output(masked(dense, record, groups), PROMPT)
     assert (output(load(tmp_path / "pruned"), PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
