@@ -18,9 +18,10 @@ CONTEXT = 256  # tokens before a step's: longer contexts make further rows cheap
 WARMING = 2  # turns that make buffers and wake the team
 ROUNDS = 9
 LONGEST_SECONDS = 2.0
+FAR = 7919  # tokens apart, a prime
 
 
-def measure_costs(runner: ModelRunner, config: EngineConfig) -> StepCosts:
+def measure_costs(runner: ModelRunner, config: EngineConfig, vocab_size: int) -> StepCosts:
     """Run steps of one sequence, in turns, and keep the median of each size; a second, and on a slow machine three.
 
     Args:
@@ -40,7 +41,7 @@ def measure_costs(runner: ModelRunner, config: EngineConfig) -> StepCosts:
     for turn in range(WARMING + ROUNDS):
         for rows in sizes:
             started = time.perf_counter()
-            runner.run(_step(before, rows, config.block_size))
+            runner.run(_step(before, rows, config.block_size, vocab_size))
             if turn >= WARMING:
                 seconds[rows].append(time.perf_counter() - started)
         if turn >= WARMING and time.perf_counter() - begun > LONGEST_SECONDS:
@@ -48,10 +49,12 @@ def measure_costs(runner: ModelRunner, config: EngineConfig) -> StepCosts:
     return StepCosts({rows: median(each) for rows, each in seconds.items()})
 
 
-def _step(before: int, rows: int, block_size: int) -> Batch:
-    """A sequence whose first `before` tokens count as computed, its last one and rows − 1 guesses."""
-    sequence = Sequence("costs", [0] * (before + 1))
+def _step(before: int, rows: int, block_size: int, vocab_size: int) -> Batch:
+    """A sequence whose first `before` tokens count as computed, its last one and rows − 1 guesses; tokens differ, since
+    equal ones would go to the same experts."""
+    tokens = [FAR * place % vocab_size for place in range(before + rows)]
+    sequence = Sequence("costs", tokens[: before + 1])
     sequence.num_computed_tokens = before
-    sequence.draft = [0] * (rows - 1)
+    sequence.draft = tokens[before + 1 :]
     sequence.block_table = list(range(1, 1 + -(-(before + rows) // block_size)))
     return Batch([SequenceChunk(sequence, 1)], rows)

@@ -76,7 +76,7 @@ def make_engine(
     config = resolve(config, cached_model(config, loaded.config), available)
     runner = make_runner(loaded.model, config, adapters, workers)
     network = None if config.draft is None else load_network(config.draft, loaded, runner)
-    return LLMEngine(loaded, config, runner, _speculation(config, runner, network))
+    return LLMEngine(loaded, config, runner, _speculation(config, runner, network, loaded.config.vocab_size))
 
 
 def check_same_factors(config: EngineConfig, model: DecoderConfig) -> None:
@@ -116,9 +116,11 @@ def check_taking(config: EngineConfig, is_quantized: bool) -> None:
         raise ConfigError("take_weights is for a CPU so far; take device=cpu")
 
 
-def _speculation(config: EngineConfig, runner: ModelRunner, network: DraftNetwork | None) -> Speculation | None:
+def _speculation(
+    config: EngineConfig, runner: ModelRunner, network: DraftNetwork | None, vocab_size: int
+) -> Speculation | None:
     if config.speculate in ("lookup", "draft"):
-        return Speculation(measure_costs(runner, config), network)
+        return Speculation(measure_costs(runner, config, vocab_size), network)
     # On a device steps of one row an answer are replayed from a graph; whether others pay there is not known.
     return Speculation(USUAL_COSTS, lookup=False) if config.speculate == "forced" and config.device == "cpu" else None
 
@@ -153,6 +155,8 @@ def make_runner(
     workers: Workers | None = None,
 ) -> ModelRunner:
     """The runner for a resolved `config`."""
+    if config.take_weights and model.config.activation == "xielu":
+        raise ConfigError("take_weights does not fit a model whose activation is xielu, whose numbers are not taken")
     if config.tensor_parallel > 1:
         if workers is None:
             raise ConfigError("tensor_parallel needs a folder, which other processes load too; leave tensor_parallel=1")

@@ -58,6 +58,11 @@ class RolloutTuning(DecoderTask):
         config, prompts, algorithm = open_checkpoint(folder).config, recipe.prompts, recipe.algorithm
         if config.moe is not None:
             raise ConfigError(f"data.kind = 'rollouts' is for dense decoders, and {folder} has experts")
+        if config.activation == "xielu":
+            raise ConfigError(
+                f"data.kind = 'rollouts' does not fit {folder}: the engine keeps numbers of its activation (xielu), "
+                "which training changes"
+            )
         room = config.max_position_embeddings - data.max_tokens
         if room < 1:
             raise ConfigError(

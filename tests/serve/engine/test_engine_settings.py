@@ -59,6 +59,13 @@ def test_an_int8_cache_answers_nearly_as_a_float_cache(fused: bool, monkeypatch:
     assert answers[0] == pytest.approx(answers[1], abs=0.1)
 
 
+def test_weights_of_an_activation_that_the_engine_keeps_are_not_taken() -> None:
+    loaded = tiny_model(model_type="penjing", mlp_gated=False, activation="xielu")
+    tiny_engine(loaded)
+    with pytest.raises(ConfigError, match="take_weights does not fit a model whose activation is xielu"):
+        tiny_engine(loaded, take_weights=True)
+
+
 def test_heads_that_an_int8_cache_does_not_hold_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_dtype=int8 does not fit this model: .*head_dim=6"):
         tiny_engine(tiny_model(head_dim=6), kv_dtype="int8")

@@ -319,7 +319,7 @@ def test_a_form_that_fails_behind_a_guess_ends_its_answer_alone(monkeypatch: pyt
 @pytest.mark.parametrize("settings", [{"num_blocks": 2, "block_size": 2}, {"max_num_batched_tokens": 1}, {}])
 def test_costs_are_measured_in_any_engine(settings: dict[str, Any]) -> None:
     engine = tiny_engine(None, **{"max_num_sequences": 1, **settings})
-    costs = measure_costs(engine.runner, engine.config)
+    costs = measure_costs(engine.runner, engine.config, engine.model_config.vocab_size)
     assert costs.rows[0] == 1
     assert 0 < costs.of(1) <= costs.of(costs.most_rows)
     guessing = tiny_engine(None, speculate="lookup", max_num_sequences=1, **settings)
@@ -338,7 +338,7 @@ def test_costs_are_those_of_usual_turns(monkeypatch: pytest.MonkeyPatch) -> None
             now[0] += 0.001 * batch.num_tokens * strange
 
     monkeypatch.setattr("penjing.serve.runner.costs.time.perf_counter", lambda: now[0])
-    costs = measure_costs(cast(Any, Paced()), tiny_engine(None).config)
+    costs = measure_costs(cast(Any, Paced()), tiny_engine(None).config, 300)
     assert [costs.of(rows) for rows in (1, 2, 4)] == pytest.approx([0.001, 0.002, 0.004])
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,20 @@ def test_two_processes_learn_what_one_does(recipe: Path, settings: list[str]) ->
 def test_what_cannot_be_meant_is_one_error(recipe: Path, settings: list[str], says: str) -> None:
     with pytest.raises((ConfigError, InputError), match=says):
         train(recipe, settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"mlp_gated": False, "activation": "xielu"}, "numbers of its activation"),
+        ({"moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}}, "for dense decoders"),
+    ],
+)
+def test_networks_whose_answers_are_not_drawn(
+    recipe: Path, make_tiny_checkpoint: Callable[..., Path], fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        train(recipe, [f"initial={make_tiny_checkpoint(model_type='penjing', **fields)}"])
 
 
 def test_rows_without_an_answer_are_bad_rows(recipe: Path, tmp_path: Path) -> None:
