@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penjing.core.errors import InputError
@@ -66,35 +67,48 @@ class GptOssCheckpoint(FoldedCheckpoint):
         if part is None:
             return super().shape(name)
         stored = f"{part.stack}_blocks" if f"{part.stack}_blocks" in self._there else part.stack
-        shape = self._shape_of(f"{part.stack}_bias" if part.is_bias else stored)
+        stored = f"{part.stack}_bias" if part.is_bias else stored
+        shape, count = self._shape_of(stored), 0 if self.config.moe is None else self.config.moe.num_experts
+        if shape[:1] != (count,):
+            raise InputError(f"{self.folder}: {stored} has shape {shape}; config.json names {count} experts")
         if part.is_bias:
             sizes = shape[1:]
         elif stored == part.stack:
             sizes = shape[:0:-1]
         else:
-            scales = self._shape_of(f"{part.stack}_scales")
-            if len(shape) != 4 or shape[-1] != _GROUP // 2 or scales != shape[:3]:
-                raise InputError(
-                    f"{self.folder}: {stored} has shape {shape} and its scales {scales}; (experts, rows, groups, 16) "
-                    "and one for each group are needed. Get the folder again"
-                )
-            sizes = (shape[1], shape[2] * _GROUP)
+            sizes = self._unpacked(stored, f"{part.stack}_scales")
         return sizes if part.kind == "down" or not sizes else (sizes[0] // 2, *sizes[1:])
+
+    def _unpacked(self, blocks: str, scales: str) -> tuple[int, int]:
+        """(rows, inputs) of an expert in MXFP4."""
+        shape, of_scales = self._shape_of(blocks), self._shape_of(scales)
+        kinds = {self._dtype_of(name) for name in (blocks, scales)}
+        if len(shape) != 4 or shape[-1] != _GROUP // 2 or of_scales != shape[:3] or kinds != {"U8"}:
+            raise InputError(
+                f"{self.folder}: {blocks} has shape {shape} and its scales {of_scales}; bytes, (experts, rows, groups, "
+                "16) and one for each group, are needed. Get the folder again"
+            )
+        return shape[1], shape[2] * _GROUP
 
     def dtype(self, name: str) -> str:
         """See `Checkpoint`."""
         part = _part_of(name)
         if part is None:
             return super().dtype(name)
-        blocks = f"{part.stack}_blocks" in self._there
-        if not part.is_bias and blocks:
+        if not part.is_bias and f"{part.stack}_blocks" in self._there:
             return "BF16"
-        reader, stored = self._locate(f"{part.stack}_bias" if part.is_bias else part.stack)
-        return reader.get_slice(stored).get_dtype()
+        return self._dtype_of(f"{part.stack}_bias" if part.is_bias else part.stack)
 
     def _slice(self, theirs: str, expert: int) -> Tensor:
         reader, stored = self._locate(theirs)
-        return reader.get_slice(stored)[expert]
+        try:
+            return reader.get_slice(stored)[expert]
+        except SafetensorError as error:
+            raise InputError(f"{self.folder}: cannot read {stored}: {error}") from error
+
+    def _dtype_of(self, theirs: str) -> str:
+        reader, stored = self._locate(theirs)
+        return reader.get_slice(stored).get_dtype()
 
     def _shape_of(self, theirs: str) -> tuple[int, ...]:
         reader, stored = self._locate(theirs)

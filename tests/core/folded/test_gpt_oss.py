@@ -78,9 +78,12 @@ def test_experts_become_int8(tmp_path: Path, tiny_checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("leaf", "shape", "message"),
     [
-        ("blocks", (EXPERTS, 128, 2, 8), r"\(experts, rows, groups, 16\) and one for each group are needed"),
-        ("scales", (EXPERTS, 128, 3), "and one for each group are needed"),
-        ("blocks", (EXPERTS, 120, 2, 16), "and one for each group are needed"),
+        ("blocks", (EXPERTS, 128, 2, 8), r"\(experts, rows, groups, 16\) and one for each group, are needed"),
+        ("scales", (EXPERTS, 128, 3), "and one for each group, are needed"),
+        ("blocks", (EXPERTS, 120, 2, 16), "and one for each group, are needed"),
+        ("blocks", (EXPERTS - 1, 128, 2, 16), "config.json names 6 experts"),
+        ("bias", (EXPERTS + 1, 128), "config.json names 6 experts"),
+        ("bias", (), "config.json names 6 experts"),
         ("scales", None, "holds no tensor"),
         ("bias", (EXPERTS, 120), r"gate_proj\.bias has the shape \(60,\)"),
     ],
@@ -98,6 +101,15 @@ def test_stacks_that_do_not_fit_are_refused(
     with pytest.raises(InputError, match=message):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_blocks_that_are_no_bytes_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    published(tmp_path / "hf", tiny_checkpoint)
+    path, name = tmp_path / "hf" / "model.safetensors", "model.layers.2.mlp.experts.down_proj_blocks"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].float()}, path, {"format": "pt"})
+    with pytest.raises(InputError, match=r"bytes, .* are needed"):
+        import_model(str(tmp_path / "hf"), tmp_path / "out")
 
 
 def test_other_quantizations_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
