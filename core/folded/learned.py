@@ -16,6 +16,12 @@ _OUTSIDE = {
     "model.norm": "transformer.ln_f",
 }
 _NORMS = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}
+_FUSED = {
+    "self_attn.qkv_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.gate_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
 _MASKS = (".attn.bias", ".attn.masked_bias")  # which tokens a query sees, as older checkpoints store it
 _GPT: Values = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256}
 _ACTIVATIONS: Values = GELUS | {"relu": "relu"}
@@ -26,9 +32,8 @@ def _gpt2(values: Values, source: str) -> Fold:
     return _learned(
         values,
         source,
-        {"self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj"}
-        | {"mlp.gate_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-        transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        _FUSED,
+        transposed=tuple(_FUSED.values()),
         fused=True,
         unused=_MASKS,
     )
@@ -40,8 +45,7 @@ def _gpt_bigcode(values: Values, source: str) -> Fold:
     return _learned(
         values,
         source,
-        {"self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj"}
-        | {"mlp.gate_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        _FUSED,
         fused=True,
         fused_heads=not shared,
         changes={"num_key_value_heads": 1} if shared else {},
@@ -52,9 +56,10 @@ def _gpt_bigcode(values: Values, source: str) -> Fold:
 def _gpt_neo(values: Values, source: str) -> Fold:
     layers = count_of(values, "num_layers", source)
     kinds = {"global": "full_attention", "local": "sliding_attention"}
+    types: list[str] = []
     try:
-        named = [each for pattern, count in values["attention_types"] for _ in range(count) for each in pattern]
-        types = [kinds[each] for each in named]
+        for pattern, count in values["attention_types"]:
+            types += [kinds[each] for each in pattern] * min(count, layers + 1)
     except (KeyError, TypeError, ValueError):
         raise InputError(f"{source}: attention_types must say global or local, and how often") from None
     if len(types) != layers:
@@ -96,7 +101,7 @@ def _opt(values: Values, source: str) -> Fold:
 def _gptj(values: Values, source: str) -> Fold:
     named = _spelled(values, source)
     changes, how = centred(named, source, "norm", "shift", "mlp", "head")
-    size = max(named["hidden_size"] // max(named["num_attention_heads"], 1), 1)
+    size = max(named["hidden_size"] // named["num_attention_heads"], 1)
     rotary = size if values["rotary_dim"] is None else count_of(values, "rotary_dim", source)
     rope: Values = {"partial_rotary_factor": rotary / size}
     config, rotary = partial_of(named | rope, source, **changes, **_gateless(named), parallel=True)

@@ -47,6 +47,7 @@ from tests.core.folded.test_families import CASES, LONGROPE, save
         ("gpt2", {"activation_function": "relu"}, "activation 'relu' of gpt2 is not supported"),
         ("gpt_neo", {"attention_types": [["global", 4]]}, "attention_types must say global or local"),
         ("gpt_neo", {"attention_types": [[["global"], 3]]}, "names 3 layers, num_layers is 4"),
+        ("gpt_neo", {"attention_types": [[["global"], 10**15]]}, "names 5 layers, num_layers is 4"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim=24 is not supported"),
         ("gpt_bigcode", {"multi_query": 1}, "multi_query must be true or false"),
