@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from penjing.core.errors import InputError
 from penjing.core.folded.centred import CENTRED
+from penjing.core.folded.experts import EXPERTS
 from penjing.core.folded.fold import (
     Family,
     Fold,
@@ -354,6 +355,7 @@ _FAMILIES: dict[str, Family] = (
     | CENTRED
     | GEMMAS
     | GRANITES
+    | EXPERTS
     | GPT_OSS
     | LEARNED
 )

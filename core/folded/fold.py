@@ -43,6 +43,7 @@ class Fold:
         normed: the embedding passes the last norm, before the first layer, too.
         transposed: names there of linear layers of a layer whose weights are stored with inputs first.
         first_position: rows of the table of positions that stand before that of the first.
+        more_layers: the folder has layers beyond those of the network, which guess further tokens.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
     """
 
@@ -68,6 +69,7 @@ class Fold:
     normed: bool = False
     transposed: tuple[str, ...] = ()
     first_position: int = 0
+    more_layers: bool = False
     unused: tuple[str, ...] = ()
 
 

@@ -165,6 +165,8 @@ class FoldedCheckpoint(Checkpoint):
         number, _, leaf = module.removeprefix(fold.layers).partition(".")
         if not module.startswith(fold.layers) or not number.isdecimal():
             found = _named_so(module, fold.outside)
+        elif fold.more_layers and int(number) >= self.config.num_hidden_layers:
+            return []
         else:
             own = [each for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
             found = [f"model.layers.{number}.{each}" for each in own]

@@ -233,8 +233,9 @@ class DecoderConfig(Config):
         found = self.departures()
         if found and self.model_type != "penjing":
             raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
+        of_attention = ("attention_sinks", "qk_norm_over", "rotary_pairs")  # beside experts, too
         alone = self.latent_attention is None and self.shared_layers == 1
-        beside = [each for each in found if not (alone and each.startswith("attention_sinks"))]
+        beside = [each for each in found if not (alone and each.startswith(of_attention))]
         if beside and (not alone or self.moe is not None):
             raise ValueError(f"{', '.join(beside)}: not beside moe, latent_attention or shared_layers")
         if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:

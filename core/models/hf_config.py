@@ -72,6 +72,8 @@ FOLDED = {
     "youtu": "YoutuForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
     "apertus": "ApertusForCausalLM",

@@ -23,9 +23,10 @@ FIELDS = (
     "shared_intermediate_size", "num_local_experts", "position_embedding_type", "use_post_norm", "qkv_bias", "bias",
     "q_lora_rank", "kv_lora_rank", "scale_emb", "scale_depth", "dim_model_base",
     "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_layers", "num_heads", "attention_types",
-    "window_size", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha", "layer_rope_theta", "ffn_dim",
-    "word_embed_proj_dim", "rotary_dim", "multi_query", "enable_bias", "activation_function", "layer_norm_epsilon",
-    "scale_attn_weights", "do_layer_norm_before",
+    "window_size", "num_experts_per_tok", "num_experts", "n_routed_experts", "use_qk_norm", "first_k_dense_replace",
+    "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor", "norm_topk_prob", "n_group", "swiglu_limit",
+    "swiglu_alpha", "layer_rope_theta", "ffn_dim", "word_embed_proj_dim", "rotary_dim", "multi_query", "enable_bias",
+    "activation_function", "layer_norm_epsilon", "scale_attn_weights", "do_layer_norm_before",
     "qk_rope_head_dim", "original_max_position_embeddings",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {

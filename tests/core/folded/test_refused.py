@@ -1,4 +1,5 @@
-"""What no layer of ours computes is refused by name, before anything is written."""
+"""What no layer of ours computes is refused by name, before anything is written; layers that guess further tokens are
+left out."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
@@ -69,3 +72,14 @@ def test_what_no_layer_computes_is_refused_by_name(
     with pytest.raises(InputError, match=message):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_beyond_those_of_the_network_are_left_out(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """GLM 4.5 has one that guesses the token after the next."""
+    save(tmp_path / "hf", tiny_checkpoint, *CASES["glm4_moe"][:2])
+    plain = import_model(str(tmp_path / "hf"), tmp_path / "plain")
+    path = tmp_path / "hf" / "model.safetensors"
+    more = {f"model.layers.4.{name}": torch.ones(2) for name in ("eh_proj.weight", "mlp.gate.weight", "enorm.weight")}
+    save_file(load_file(path) | more, path, {"format": "pt"})
+    out = import_model(str(tmp_path / "hf"), tmp_path / "out")
+    assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()

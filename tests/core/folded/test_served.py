@@ -38,7 +38,7 @@ NEW = (
 ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa")  # the others where there is time
 
 
-@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss"])
+@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", "olmoe", "glm4_moe"])
 def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     reference = save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
     text = TEXT[:, :60]  # of 64, the context of ministral3
