@@ -282,11 +282,22 @@ def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> 
         found = {size(linear) for linear in getattr(experts, name)}
         if found != {shape} or len(getattr(experts, name)) != count:
             raise ValueError(f"layer {index}: {name} of experts have shapes {sorted(found)}; {shape} is needed")
-    forms = {
-        tuple(type(linear) for linear in trio) for trio in zip(experts.gates, experts.ups, experts.downs, strict=True)
-    }
-    if len(forms) > 1 or len({joins(pair) for pair in zip(experts.gates, experts.ups, strict=True)}) > 1:
+    if stored_unlike(experts):
         raise ValueError(f"layer {index}: experts must be stored alike")
+
+
+def stored_unlike(experts: ExpertLayers) -> bool:
+    """Whether some experts have other bits, groups or zero points than others, so that their rows do not lie alike."""
+    trios = zip(experts.gates, experts.ups, experts.downs, strict=True)
+    return len({tuple(map(_form, trio)) for trio in trios}) > 1
+
+
+def _form(linear: AnyLinear) -> tuple[object, ...]:
+    if isinstance(linear, PackedInt8):
+        return 8, linear.group, linear.zero_points
+    if isinstance(linear, PackedInt4):
+        return 4, linear.group, linear.scale_NG.dtype, linear.offset_NG is None, linear.activation_bits
+    return (linear.weight_NK.dtype,)
 
 
 def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:

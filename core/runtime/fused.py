@@ -21,7 +21,7 @@ from penjing.core.runtime.embedding import Int8Embedding
 from penjing.core.runtime.quantized import QUANTIZED, Int4Linear, Int8Linear
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
-from penjing.kernels.step_layers import AnyLinear, ExpertLayers, FloatLinear, Int8Table, LayerWeights
+from penjing.kernels.step_layers import AnyLinear, ExpertLayers, FloatLinear, Int8Table, LayerWeights, stored_unlike
 
 PAGE = 16  # tokens of a page of keys and values, as the engine's are by default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,6 +127,9 @@ def why_not_fused(model: Decoder) -> str | None:
     reason = _unsupported(model) or unusual_experts(model.config)
     if reason is not None:
         return reason
+    for name, module in model.named_modules():
+        if isinstance(module, MoE) and stored_unlike(_expert_layers(module)):
+            return f"experts of {name} are stored in different forms"
     embedding = model.model.embed_tokens
     if not isinstance(embedding, Int8Embedding) and _unusable(embedding.weight):
         return f"the embedding is {embedding.weight.dtype} with strides {embedding.weight.stride()}"
@@ -188,13 +191,17 @@ def _mlp(mlp: MLP) -> dict[str, Any]:
 
 
 def _experts(moe: MoE) -> dict[str, Any]:
+    return _mlp(moe.experts[0]) | {"experts": _expert_layers(moe)}  # pyright: ignore[reportArgumentType]
+
+
+def _expert_layers(moe: MoE) -> ExpertLayers:
     config, router = moe.config, _linear(moe.gate)
     assert isinstance(router, FloatLinear)
     every = [_mlp(moe.experts[index]) for index in range(config.num_experts)]  # pyright: ignore[reportArgumentType]
     shared = config.shared_expert_intermediate_size > 0
     every += [_mlp(moe.shared_experts)] if shared else []
     gates, ups, downs = ([each[name] for each in every] for name in ("gate", "up", "down"))
-    experts = ExpertLayers(
+    return ExpertLayers(
         router,
         gates,
         ups,
@@ -206,7 +213,6 @@ def _experts(moe: MoE) -> dict[str, Any]:
         moe.e_score_correction_bias if config.router_bias else None,
         shared,
     )
-    return every[0] | {"experts": experts}
 
 
 def unusual_experts(config: DecoderConfig) -> str | None:

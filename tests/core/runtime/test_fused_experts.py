@@ -107,6 +107,19 @@ def test_bits_do_not_depend_on_what_shares_the_step(
     assert torch.equal(fused_step(step, pages, [*others, (ids[299:], 299, list(range(20)))])[-1], whole[-1])
 
 
+def test_experts_that_are_stored_unlike_stay_on_torch(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As a search of bits may leave them; rows of each would lie otherwise in the step's memory."""
+    checkpoint = make_tiny_checkpoint(**KINDS["mixtral"])
+    eight = ("experts.3.down_proj", "experts.3.gate_proj", "experts.3.up_proj")
+    quantization = int4_config([f"re:.*{name}$" for name in eight]) | {"ignore": KEPT}
+    write_int4_artifact(checkpoint, tmp_path / "mixed", eight=eight, quantization=quantization)
+    model = load_model(tmp_path / "mixed").model
+    assert why_not_fused(model) == "experts of model.layers.0.mlp are stored in different forms"
+    assert fuse_decoder(model) is None
+
+
 def test_what_experts_have_that_the_step_does_not_know(make_tiny_checkpoint: Callable[..., Path]) -> None:
     def why(**changes: Any) -> str | None:
         kind = {"model_type": "penjing", "moe": EXPERTS | changes}
