@@ -12,7 +12,7 @@ from penjing.compress.decoder.layer import ERROR_ROWS, Rotations, int8_rule, qua
 from penjing.compress.decoder.rotate import rotate_input
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import channel_magnitude, input_magnitude, smoothing_scale
-from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, POSITIONS, LayerStream, Weights
+from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, LayerStream, Weights
 from penjing.compress.decoder.weights import (
     ROWS_AT_ONCE,
     ErrorMeter,
@@ -23,6 +23,7 @@ from penjing.compress.decoder.weights import (
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.tensor_names import POSITIONS
 from penjing.core.runtime.embedding import CHANNEL
 from penjing.core.runtime.schemes import EMBEDDING_MODULE
 

@@ -15,13 +15,14 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.attention import Attend, causal_attention
 from penjing.core.models.decoder import Decoder, DecoderLayer, capped_logits
 from penjing.core.models.rope import inverse_frequencies, layer_angles
+from penjing.core.models.tensor_names import POSITIONS
 from penjing.core.runtime.embedding import stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized, dequantized, quantized_linear
 from penjing.core.runtime.schemes import Scheme, has_int8_embedding, quantized_modules
 from penjing.kernels.rms_norm import rms_norm
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-HEAD_BIAS, POSITIONS = "lm_head.bias", "model.embed_positions.weight"
+HEAD_BIAS = "lm_head.bias"
 LOGIT_ROWS = 128  # rows of logits at a time: 128 × 49 152 float32 are 25 MB
 
 Weights = dict[str, Tensor]  # a layer's tensors by their names inside the layer: "self_attn.q_proj.weight"

@@ -32,7 +32,7 @@ from penjing.core.imports.vision_language import import_vision_language
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, was_made_by, write_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import at_context, usual_context
-from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.models.tensor_names import POSITIONS, tensor_shapes
 from penjing.core.packages import PACKAGES, check_source, fetch_package, unknown_source
 from penjing.core.progress import Progress, Silent
 from penjing.core.text.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def import_model(
             total = _save_kept(partial, config, kept, progress)
             write_manifest(partial, "artifact", created_by)
         else:
-            total = save_checkpoint(partial, config, _converted(model, DTYPES[dtype], progress), dtype=dtype)
+            total = save_checkpoint(partial, config, _converted(model, config, DTYPES[dtype], progress), dtype=dtype)
             write_manifest(partial, "checkpoint", created_by)
     if isinstance(kept, KeptBlocks):
         progress.note(kept.said())
@@ -208,9 +208,12 @@ def _folder_identity(folder: Path, described: str) -> dict[str, Any]:
     return {"source": described, "source_format": "safetensors", "source_sha256": hashes}
 
 
-def _converted(model: _Source, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+def _converted(
+    model: _Source, config: DecoderConfig, dtype: torch.dtype, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in model.tensors():
-        yield name, tensor.to(dtype)
+        taken = tensor[: config.max_position_embeddings] if name == POSITIONS else tensor
+        yield name, taken.to(dtype)
         progress.advance()
 
 

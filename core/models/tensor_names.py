@@ -5,6 +5,7 @@ from __future__ import annotations
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
 
+POSITIONS = "model.embed_positions.weight"
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with names
 MAX_EXPERTS = 200_000  # over all layers; DeepSeek-V3 has 14 848
 
@@ -61,7 +62,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     if config.learned_positions:
-        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, hidden)
+        shapes[POSITIONS] = (config.max_position_embeddings, hidden)
     for layer in (0, *range(config.shared_layers, config.num_hidden_layers)):
         names = _attention_shapes(config) | _mlp_shapes(config, layer)
         before, after = ("input_layernorm", "post_attention_layernorm"), ("attention_output_norm", "mlp_output_norm")

@@ -187,3 +187,14 @@ def test_a_server_of_a_run_rotates_as_the_run_does(tmp_path: Path, tiny_checkpoi
     FAMILY.check(folder, EngineConfig(max_model_len=64))
     with pytest.raises(ConfigError, match=r"factors of its original 64 tokens, and a run .* those of its 512"):
         FAMILY.check(folder, EngineConfig(take_weights=True, max_model_len=64))
+
+
+def test_a_table_of_positions_is_as_long_as_the_context_that_is_taken(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """It stayed whole, and nothing read the checkpoint."""
+    reference = save(tmp_path / "hf", tiny_checkpoint, *CASES["gpt2"][:2])
+    out = import_model(str(tmp_path / "hf"), tmp_path / "out", context=64)
+    loaded = load_model(out)
+    assert loaded.model.model.embed_positions.weight.shape == (64, 48)
+    with torch.no_grad():
+        close(loaded.model(SHORT), reference(SHORT).logits)
+    close(served(out, SHORT), of_transformers(reference, SHORT))
