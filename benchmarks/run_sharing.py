@@ -5,10 +5,10 @@
 `gap_…` is the time between two tokens of 15 running answers while a prompt of 1 900 tokens comes in, with steps of a
 time target and with steps of 512 tokens. `first_token_…` is what one request waits for its first token while another
 key has 500 requests, beside the same request alone. `decode_…` are tokens a second of 16 answers by what they ask of
-sampling: nucleus, scores, a JSON schema. Contestants are interleaved; rows are medians of the rounds. With
-`--processor-time` these alone are measured, by the processor time of the whole process, which other work on the machine
-disturbs less; masks, which are computed beside the step, count in full then. Threads that wait for each other use
-processor time too, so give it one: `OMP_NUM_THREADS=1`.
+sampling: nucleus, scores, a JSON schema, and 16 schemas that nobody wrote by hand, after prompts that ask for records.
+Contestants are interleaved; rows are medians of the rounds. With `--processor-time` these alone are measured, by the
+processor time of the whole process, which other work on the machine disturbs less; masks, which are computed beside the
+step, count in full then. Threads that wait for each other use processor time too, so give it one: `OMP_NUM_THREADS=1`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lib.front_schemas import make_schema
 from lib.models import add_arguments, make_models, say, warn_if_busy
 from lib.rows import RESULTS, Row, append, new_row
 
@@ -43,14 +45,33 @@ SCHEMA = {
         "additionalProperties": False,
     },
 }
+FORM = {"kind": "json_schema", "value": SCHEMA}
+
+
+def record_prompt(number: int) -> str:
+    """A prompt after which a model may write a record."""
+    return f"Invent {number + 2} records of trees in a garden, as JSON:\n"
+
+
+def other_form(number: int) -> dict[str, Any]:
+    """A long list by a schema that nobody wrote by hand, another for each number."""
+    plain = (schema for seed in count(1000 * (number + 1)) if "$defs" not in (schema := make_schema(seed)))
+    return {"kind": "json_schema", "value": {"type": "array", "minItems": 100, "items": next(plain)}}
+
+
+# Of each answer; what is a function gets the answer's number.
 DECODE: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top_p": {"temperature": 0.8, "top_p": 0.9},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "top_p": 0.9},
     "logprobs": {"temperature": 0.0, "logprobs": 5},
     "free": {"temperature": 0.8},
-    "json_schema": {"temperature": 0.8, "guided": {"kind": "json_schema", "value": SCHEMA}},
+    "json_schema": {"temperature": 0.8, "guided": FORM},
+    "json_schema_top_p": {"temperature": 0.8, "top_p": 0.9, "guided": FORM},
+    "free_records": {"temperature": 0.8, "prompt": record_prompt},
+    "other_schemas": {"temperature": 0.8, "prompt": record_prompt, "guided": other_form},
 }
+BESIDE = {"json_schema": "free", "json_schema_top_p": "top_p", "other_schemas": "free_records"}  # others: greedy
 
 
 def main() -> int:
@@ -145,9 +166,11 @@ def first_token(engine: LLMEngine, crowd: int) -> float:
 
 def decode(engine: LLMEngine, asked: dict[str, Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Tokens of 16 answers a second of `clock`, prompts left out."""
-    params = SamplingParams.from_json({"seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, **asked})
     for number in range(16):
-        engine.add(Request(f"{number}", prompt_of(number, 32), params))
+        own = {name: value(number) if callable(value) else value for name, value in asked.items()}
+        prompt = own.pop("prompt", prompt_of(number, 32))
+        params = SamplingParams.from_json({"seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, **own})
+        engine.add(Request(f"{number}", prompt, params))
     engine.step()
     started, tokens = clock(), 0
     while engine.has_work():
@@ -176,7 +199,8 @@ def sharing_rows(values: dict[str, float], runs: int) -> list[Row]:
 
 def decode_rows(values: dict[str, float], runs: int, prefix: str) -> list[Row]:
     """Rows of tokens a second, each beside what asks for nothing of the kind."""
-    pairs = {name: "free" if name == "json_schema" else "greedy" for name in DECODE if name not in ("greedy", "free")}
+    alone = ("greedy", "free", "free_records")
+    pairs = {name: BESIDE.get(name, "greedy") for name in DECODE if name not in alone}
     return [
         new_row(
             "sharing", f"{prefix}{name}", values[name], "tok/s", runs=runs,

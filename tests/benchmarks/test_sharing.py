@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from run_sharing import DECODE, LONG_PROMPT, prompt_of, sharing_rows
+from run_sharing import DECODE, LONG_PROMPT, other_form, prompt_of, sharing_rows
 
 
 def test_rows_stand_beside_what_they_are_compared_with() -> None:
@@ -13,8 +13,15 @@ def test_rows_stand_beside_what_they_are_compared_with() -> None:
     assert rows["gap_p99_alone"].value == 50
     assert rows["first_token_beside_500_of_a_key"].ratio == 1.5
     assert (rows["decode_16_top_p"].ratio, rows["decode_16_json_schema"].ratio) == (0.8, 0.5)
+    assert rows["decode_16_other_schemas"].baseline == "free_records"
 
 
 def test_prompts_differ_and_are_tokens() -> None:
     assert len({tuple(prompt_of(number, 32)) for number in range(1100)}) == 1100
     assert max(prompt_of(1005, LONG_PROMPT)) < 49_152
+
+
+def test_forms_differ_and_are_the_same_again() -> None:
+    forms = [other_form(number) for number in range(16)]
+    assert [other_form(number) for number in range(16)] == forms
+    assert all(forms.count(form) == 1 for form in forms)
