@@ -167,7 +167,7 @@ def first_token(engine: LLMEngine, crowd: int) -> float:
 def decode(engine: LLMEngine, asked: dict[str, Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Tokens of 16 answers a second of `clock`, prompts left out."""
     for number in range(16):
-        own = {name: value(number) if callable(value) else value for name, value in asked.items()}
+        own: dict[str, Any] = {name: value(number) if callable(value) else value for name, value in asked.items()}
         prompt = own.pop("prompt", prompt_of(number, 32))
         params = SamplingParams.from_json({"seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, **own})
         engine.add(Request(f"{number}", prompt, params))
