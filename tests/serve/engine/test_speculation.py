@@ -333,6 +333,9 @@ def test_costs_are_those_of_usual_turns(monkeypatch: pytest.MonkeyPatch) -> None
 
     class Paced:
         def run(self, batch: Batch) -> None:
+            (chunk,) = batch.chunks
+            rows = [*chunk.sequence.token_ids[-1:], *chunk.sequence.draft]
+            assert len({*rows}) == len(rows), "equal tokens would go to the same experts"
             seen[0] += batch.num_tokens == 1
             strange = {1: 9.0, 2: 9.0, 5: 0.1}.get(seen[0], 1.0)  # turns
             now[0] += 0.001 * batch.num_tokens * strange
