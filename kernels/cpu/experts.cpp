@@ -23,14 +23,22 @@ void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, flo
         for (int64_t i = 0; i < num; ++i) total += score[i] = std::exp(score[i] - peak);
         for (int64_t i = 0; i < num; ++i) score[i] /= total;
     }
-    const auto standing = [&](int64_t i) { return experts.bias ? score[i] + experts.bias[i] : score[i]; };
-    for (int64_t k = 0; k < count; ++k) {
+    // Each is the first behind the one before it, by standing and then by index; what is no number stands last.
+    const auto standing = [&](int64_t i) {
+        const float found = experts.bias ? score[i] + experts.bias[i] : score[i];
+        return std::isnan(found) ? -INFINITY : found;
+    };
+    float last = INFINITY;
+    for (int64_t k = 0, before = -1; k < count; ++k) {
         int64_t best = -1;
         for (int64_t i = 0; i < num; ++i) {
-            if (std::find(chosen, chosen + k, static_cast<int32_t>(i)) != chosen + k) continue;
-            if (best < 0 || standing(i) > standing(best)) best = i;
+            const float own = standing(i);
+            const bool left = own < last || (own == last && i > before);
+            if (left && (best < 0 || own > standing(best))) best = i;
         }
         chosen[k] = static_cast<int32_t>(best);
+        last = standing(best);
+        before = best;
     }
     float total = 1e-20f;
     for (int64_t k = 0; k < count; ++k) total += score[chosen[k]];

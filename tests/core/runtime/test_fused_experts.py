@@ -97,8 +97,9 @@ def test_bits_do_not_depend_on_what_shares_the_step(
     assert torch.equal(logits(step, model, ids, 270, 9, 8, 8, 4, 1), whole)
     threads = extension.num_threads
     try:
-        extension.set_num_threads(3 - threads if threads < 3 else 1)
-        assert torch.equal(logits(step, model, ids, 300), whole)
+        for count in (1, 2, 5):  # the last is more than some experts have panels
+            extension.set_num_threads(count)
+            assert torch.equal(logits(step, model, ids, 290, 9, 1), whole), count
     finally:
         extension.set_num_threads(threads)
     pages = Pages(model.config, 40, BLOCK_SIZE)
