@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe": EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False},
     },
     "sigmoid": {"model_type": "penjing", "moe": EXPERTS | {"scoring_func": "sigmoid", "router_bias": True}},
+    "every": {"model_type": "penjing", "moe": EXPERTS | {"num_experts_per_tok": 8}},
     "shared": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 64}},
     "biased": {"model_type": "penjing", "moe": EXPERTS | {"router_bias": True, "norm_topk_prob": False}},
     "gpt_oss": {
