@@ -105,7 +105,7 @@ def text_windows(
         except SetupError as error:
             missing.append(new_row(BENCHMARK, f"fp32/{name}", None, "perplexity", runs=0, reason=str(error)))
             continue
-        windows[name] = spread(tokenizer.encode(text, allow_special=False, add_special=False), count, WINDOW)
+        windows[name] = spread(tokenizer, tokenizer.encode(text, allow_special=False), count, WINDOW)
         versions[f"text {name}"] = hashlib.sha256(text.encode()).hexdigest()[:12]
     return windows, versions
 

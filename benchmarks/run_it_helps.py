@@ -161,8 +161,7 @@ def held_out_windows(work: Path, tokenizer: Path, count: int) -> dict[str, torch
     }
     texts |= {name: SOURCES[name].text for name in TEXTS}
     return {
-        name: spread(encode.encode(text(), allow_special=False, add_special=False), count, WINDOW)
-        for name, text in texts.items()
+        name: spread(encode, encode.encode(text(), allow_special=False), count, WINDOW) for name, text in texts.items()
     }
 
 

@@ -29,7 +29,7 @@ from penjing.core.cli import guarded
 from penjing.core.errors import InputError, SetupError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.fused import fuse_decoder
-from penjing.core.text.corpus import heldout_tokens
+from penjing.core.text.corpus import first_windows, heldout_text
 from penjing.kernels.cpu import extension
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.decoder_step import DecoderStep
@@ -81,10 +81,10 @@ def perplexity_rows(loaded: LoadedModel, step: DecoderStep, num_tokens: int, win
             f"windows of {window} tokens in {num_tokens}: multiples of {CHUNK}, within the model's context"
         )
     if text == MANUAL:
-        windows_WT = heldout_tokens(loaded.tokenizer, num_tokens).view(-1, window)
+        windows_WT = first_windows(loaded.tokenizer, heldout_text(), num_tokens, window)
     else:
-        ids = loaded.tokenizer.encode(SOURCES[text].text(), allow_special=False, add_special=False)
-        windows_WT = spread(ids, num_tokens // window, window)
+        ids = loaded.tokenizer.encode(SOURCES[text].text(), allow_special=False)
+        windows_WT = spread(loaded.tokenizer, ids, num_tokens // window, window)
     value = {kind: perplexity(loaded.config, step, windows_WT, kind) for kind in DTYPES}
     kept = {kind: float(bytes_per_block(loaded.config, 1, kind)) for kind in DTYPES}
     end = "" if text == MANUAL else f"/{text}"

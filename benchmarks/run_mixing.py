@@ -82,8 +82,8 @@ def windows_by_domain(work: Path, tokenizer: Path, count: int) -> dict[str, torc
     encode = Tokenizer.from_folder(tokenizer)
     found = {}
     for domain, documents in sorted(texts.items()):
-        tokens = encode.encode("\n\n".join(documents), allow_special=False, add_special=False)
-        found[domain] = spread(tokens, min(count, len(tokens) // WINDOW), WINDOW)
+        tokens = encode.encode("\n\n".join(documents), allow_special=False)
+        found[domain] = spread(encode, tokens, count, WINDOW)
     return found
 
 

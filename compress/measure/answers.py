@@ -105,15 +105,16 @@ def _prompts(folder: Path, settings: MeasureSettings, evaluate: EvaluateSettings
     texts |= own_windows(folder, evaluate.own, evaluate.own_tokens, evaluate.window)
     counts = [len(range(place, wanted, len(texts))) for place in range(len(texts))]
     found: list[Tokens] = []
+    first = list(tokenizer.begin)
     for count, windows in zip(counts, texts.values(), strict=True):
-        found += spread(windows.flatten().tolist(), count, BEGINNING).tolist() if count else []
+        text = windows[:, len(first) :].flatten().tolist()
+        found += spread(tokenizer, text, count, len(first) + BEGINNING).tolist() if count else []
     if len(found) < wanted:
         raise ConfigError(
             f"measure.greedy={wanted}: the texts of [evaluate] have {len(found)} beginnings of {BEGINNING} tokens "
             "for it; ask for fewer, or evaluate on more"
         )
-    first = tokenizer.encode("")  # begin-of-text, where the tokenizer puts one
-    return [first + prompt for prompt in found]
+    return found
 
 
 def _asked(tokenizer: Tokenizer, path: Path, context: int) -> tuple[Asked, ...]:

@@ -14,12 +14,12 @@ from penjing.compress.decoder.stream import LOGIT_ROWS, LayerStream
 from penjing.compress.samples.text import EVALUATE, spread
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
-from penjing.core.text.corpus import code_text, heldout_tokens
+from penjing.core.text.corpus import code_text, first_windows, heldout_text
 from penjing.core.text.documents import Documents
 from penjing.core.text.tokenizer import Tokenizer
 
-LARGEST_LOSS = 100.0  # guessing blindly among all tokens costs ln(vocabulary), about 12
 CHARS_PER_CODE_TOKEN = 16  # generous: source code has 2 to 5
+LARGEST_LOSS = 100.0  # guessing blindly among all tokens costs ln(vocabulary), about 12
 
 
 def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int, window: int) -> dict[str, Tensor]:
@@ -28,13 +28,10 @@ def evaluation_windows(tokenizer: Tokenizer, prose_tokens: int, code_tokens: int
     Raises:
         InputError: a text is shorter than asked for.
     """
-    windows = {"prose": heldout_tokens(tokenizer, prose_tokens).view(-1, window)}
+    windows = {"prose": first_windows(tokenizer, heldout_text(), prose_tokens, window)}
     if code_tokens:
         text = code_text(code_tokens * CHARS_PER_CODE_TOKEN)
-        ids = tokenizer.encode(text, allow_special=False, add_special=False)[:code_tokens]
-        if len(ids) < code_tokens:
-            raise InputError(f"the standard library's sources gave {len(ids)} of {code_tokens} tokens; ask for fewer")
-        windows["code"] = torch.tensor(ids, dtype=torch.int64).view(-1, window)
+        windows["code"] = first_windows(tokenizer, text, code_tokens, window)
     return windows
 
 
@@ -56,7 +53,8 @@ def own_windows(
     documents, found = Documents(folder), dict[str, Tensor]()
     for name, path in texts.items():
         named = f"{setting}{name}"
-        found[name] = spread(documents.tokens([path], named), num_tokens // window, window, named)
+        tokens = documents.tokens([path], named)
+        found[name] = spread(documents.tokenizer, tokens, num_tokens // window, window, named)
     return found
 
 

@@ -30,6 +30,7 @@ OWN = "builtin:own"
 WRITER = "data.own_texts.writer"
 TOGETHER = 128  # samples of one file, which are written when all are complete; half of them are drawn at once
 QUESTION = 64  # tokens of a question at most
+_LAYOUT = 2  # raise it when other texts are written, so that those in the cache are not taken
 _PLACE = "wherever"  # a question, to see what a template writes before it
 
 
@@ -59,7 +60,7 @@ def own_texts(folder: Path, settings: OwnTexts, progress: Progress) -> Path:
     """
     folder = settings.writer or folder
     drawn = settings.model_dump(mode="json", exclude={"writer"})
-    key = key_of(identity(folder), drawn, TOGETHER, version("penjing"))
+    key = key_of(identity(folder), drawn, TOGETHER, version("penjing"), _LAYOUT)
     out = cache_dir() / "own-texts" / key[:16]
     files = [(first, out / f"texts-{first:06d}.jsonl") for first in range(0, settings.samples, TOGETHER)]
     missing = [(first, path) for first, path in files if not path.exists()]
@@ -89,6 +90,7 @@ class _Writer:
     def __init__(self, loaded: LoadedModel, settings: OwnTexts) -> None:
         self._tokenizer, self._template, self._settings = loaded.tokenizer, loaded.chat_template, settings
         self._begin = self._before_question() if loaded.chat_template is not None else [0]
+        self._before = list(self._tokenizer.begin)
         # The template writes before the question and before the answer, and bytes that are no text are read as three.
         wanted = 2 * len(self._begin) + 4 * QUESTION + settings.tokens
         self._longest = min(loaded.config.max_position_embeddings, wanted)
@@ -102,7 +104,8 @@ class _Writer:
 
     def _texts(self, numbers: list[int]) -> dict[int, dict[str, Any]]:
         firsts = {number: self._first_token(number) for number in numbers}
-        rest = self._draw({number: [first] for number, first in firsts.items()}, 0, self._settings.tokens)
+        prompts = {number: [*self._before, first] for number, first in firsts.items()}
+        rest = self._draw(prompts, 0, self._settings.tokens)
         texts = {number: self._read([first, *rest[number]]) for number, first in firsts.items()}
         return {number: {"text": text} for number, text in texts.items() if text.strip()}
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from penjing.core.errors import InputError
 from penjing.core.text.corpus import CONVERSATIONS, calibration_windows
 from penjing.core.text.documents import Documents
+from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.text.windows import text_windows
 
 CALIBRATE, EVALUATE = "data.calibrate", "evaluate.own"  # the settings that name the user's own texts
 CHAT = 1 / 12  # of the windows, where the model has a chat template
@@ -34,19 +36,19 @@ def decoder_windows(
     documents, left = Documents(folder), num_tokens // window
     parts: list[Tensor] = []
     if own:
-        parts.append(spread(documents.tokens(own, CALIBRATE), max(1, round(share * left)), window, CALIBRATE))
+        tokens = documents.tokens(own, CALIBRATE)
+        parts.append(spread(documents.tokenizer, tokens, max(1, round(share * left)), window, CALIBRATE))
     if documents.template is not None:
-        tokens = _conversations(documents)
-        count = min(round(CHAT * left), left - sum(map(len, parts)), len(tokens) // window)
-        parts.append(torch.tensor(tokens[: count * window], dtype=torch.int64).view(-1, window))
+        count = min(round(CHAT * left), left - sum(map(len, parts)))
+        parts.append(text_windows(documents.tokenizer, _conversations(documents), window)[:count])
     left -= sum(map(len, parts))
     if left:
         parts.append(calibration_windows(documents.tokenizer, left * window, window, code))
     return torch.cat(parts)
 
 
-def spread(tokens: list[int], count: int, window: int, named: str = "the text") -> Tensor:
-    """(≤ count, window) int64: whole windows, evenly spread over `tokens`; all of them where there are fewer.
+def spread(tokenizer: Tokenizer, tokens: list[int], count: int, window: int, named: str = "the text") -> Tensor:
+    """(≤ count, window) int64: some of `text_windows`, evenly spread over `tokens`; all where there are fewer.
 
     Args:
         named: the setting that the text is of, for the message.
@@ -54,13 +56,12 @@ def spread(tokens: list[int], count: int, window: int, named: str = "the text") 
     Raises:
         InputError: there is not even one.
     """
-    whole = len(tokens) // window
-    if not whole:
+    rows_WT = text_windows(tokenizer, tokens, window)
+    if not (whole := len(rows_WT)):
         raise InputError(
             f"{named} has {len(tokens)} tokens, and a window has {window}; give more text, or smaller windows"
         )
     count = min(count, whole)
-    rows_WT = torch.tensor(tokens[: whole * window], dtype=torch.int64).view(whole, window)
     return rows_WT[[index * whole // count for index in range(count)]]
 
 

@@ -39,7 +39,7 @@ from penjing.compress.sensitivity.study import (
 from penjing.core.config import Config
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress
-from penjing.core.text.corpus import calibration_tokens
+from penjing.core.text.corpus import calibration_text, first_windows
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.core.work import WorkFolder
 
@@ -147,7 +147,7 @@ def _text(folder: Path, settings: PruningSettings) -> TokenData:
     tokens, tokenizer = settings.windows * settings.window, Tokenizer.from_folder(folder)
     if settings.data == "held-out":
         return TokenData(evaluation_windows(tokenizer, tokens, 0, settings.window)["prose"], 1)
-    return TokenData(calibration_tokens(tokenizer, tokens).view(-1, settings.window), 1)
+    return TokenData(first_windows(tokenizer, calibration_text(), tokens, settings.window), 1)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 
 from penjing.core.errors import InputError
 from penjing.core.text.tokenizer import Tokenizer
+from penjing.core.text.windows import text_room, text_windows
 
 TOPIC_GAP = "\n\n"
 DOMAINS = Path(__file__).with_name("domains.txt")
@@ -77,18 +78,20 @@ def heldout_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
     return _tokens(tokenizer, heldout_text(), num_tokens)
 
 
-def calibration_tokens(tokenizer: Tokenizer, num_tokens: int) -> torch.Tensor:
-    """The first `num_tokens` tokens of `calibration_text` as (num_tokens,) int64, without begin-of-text.
+def first_windows(tokenizer: Tokenizer, text: str, num_tokens: int, window: int) -> torch.Tensor:
+    """(num_tokens / window, window) int64: the first `text_windows` of `text`.
 
     Raises:
         InputError: the text has fewer tokens.
     """
-    return _tokens(tokenizer, calibration_text(), num_tokens)
+    count = num_tokens // window
+    tokens = _tokens(tokenizer, text, count * text_room(tokenizer, window))
+    return text_windows(tokenizer, tokens.tolist(), window)
 
 
 def calibration_windows(tokenizer: Tokenizer, num_tokens: int, window: int, code: float) -> torch.Tensor:
-    """(num_tokens / window, window) int64: windows of `domain_text` and, behind it, `calibration_text`, then of code,
-    a share `code` of all.
+    """(num_tokens / window, window) int64: `text_windows` of `domain_text` and, behind it, `calibration_text`, then of
+    code, a share `code` of all.
 
     Args:
         num_tokens: a multiple of `window`.
@@ -99,11 +102,11 @@ def calibration_windows(tokenizer: Tokenizer, num_tokens: int, window: int, code
     """
     num_code = round(code * (num_tokens // window)) * window
     prose = domain_text() + TOPIC_GAP + calibration_text()
-    parts = [_tokens(tokenizer, prose, num_tokens - num_code)]
+    parts = [first_windows(tokenizer, prose, num_tokens - num_code, window)]
     if num_code:
         source = "".join(text for name, text in calibration_documents() if name.startswith("code/"))
-        parts.append(_tokens(tokenizer, source, num_code))
-    return torch.cat(parts).view(-1, window)
+        parts.append(first_windows(tokenizer, source, num_code, window))
+    return torch.cat(parts)
 
 
 def _calibration_paragraphs(text: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ class Tokenizer:
         longest_token: bytes of the longest token, as the vocabulary spells it.
         eos_token_ids: ids that end a text, of the model and of the tokenizer.
         bos_token_id: id that begins a text, or None.
+        begin: ids that the tokenizer puts before every text; of many tokenizers none.
         special_ids: ids of control tokens, left out of decoded text.
     """
 
@@ -40,7 +41,7 @@ class Tokenizer:
         self._strips = any(token.lstrip or token.rstrip for token in added.values())
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._literal: Backend | None = None
-        self._begin = _added_before(backend)
+        self.begin = tuple(_added_before(backend))
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -81,7 +82,7 @@ class Tokenizer:
         return self._begun(self.backend.encode_batch([text], add_special_tokens=False)[0].ids, add_special)
 
     def _begun(self, ids: list[int], add_special: bool) -> list[int]:
-        return [*self._begin, *ids] if add_special else ids
+        return [*self.begin, *ids] if add_special else ids
 
     def most_bytes(self, num_tokens: int) -> int:
         """Bytes of UTF-8 beyond which no text has as few as `num_tokens` tokens."""

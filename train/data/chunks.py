@@ -100,8 +100,8 @@ def cut(shards: TokenShards, length: int, overlap: int, seams_V: NDArray[np.int8
 
 
 class ChunkRows(TokenSamples):
-    """A window a sample; what is left of its row is filled up with the end of text, and is no target. `document_mask`:
-    as of `TokenRows`."""
+    """A window a sample, behind what begins a text; what is left of its row is filled up with the end of text. Neither
+    is a target. `document_mask`: as of `TokenRows`."""
 
     def __init__(self, shards: TokenShards, chunks: Chunks, length: int, document_mask: bool = False) -> None:
         self._shards, self._chunks, self._length, self._document_mask = shards, chunks, length, document_mask
@@ -112,13 +112,16 @@ class ChunkRows(TokenSamples):
     def read(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
         """See `TokenSamples`."""
         end_of_text, chunks = self._shards.index.end_of_text, self._chunks
+        before = torch.tensor(self._shards.index.begin_of_text, dtype=torch.int64)
         tokens = torch.full((len(samples), self._length), end_of_text, dtype=torch.int64)
+        tokens[:, : len(before)] = before
         targets = torch.full((len(samples), self._length), IGNORED, dtype=torch.int64)
         for row, sample in enumerate(samples):
             context, begin, end = (int(each[sample]) for each in (chunks.context, chunks.begins, chunks.ends))
             window = torch.from_numpy(self._shards.read(context, end - context))
-            tokens[row, : end - 1 - context] = window[:-1]
-            targets[row, begin - 1 - context : end - 1 - context] = window[begin - context :]
+            first = len(before) - context  # where token 0 of the split would stand
+            tokens[row, len(before) : first + end - 1] = window[:-1]
+            targets[row, first + begin - 1 : first + end - 1] = window[begin - context :]
         batch = {"tokens": tokens, "targets": targets}
         if self._document_mask:
             batch["documents"] = documents_of(tokens, end_of_text)

@@ -192,13 +192,13 @@ def mixed(
         ConfigError: as `MixtureOrder`.
         InputError: a domain has less than one sequence.
     """
-    for name, each in shards.items():
-        if each.num_tokens <= length:
+    rows = {name: TokenRows(each, length, document_mask) for name, each in shards.items()}
+    for name, each in rows.items():
+        if not len(each):
             raise InputError(
                 f"data.mixing: domain {name!r} has less than one sequence of {length} tokens; give it more text, or "
                 "leave it out"
             )
-    rows = {name: TokenRows(each, length, document_mask) for name, each in shards.items()}
     order = MixtureOrder({name: len(each) for name, each in rows.items()}, mixing, **more)
     return OrderedStream(Mixture(list(rows.values())), order)
 

@@ -34,7 +34,7 @@ from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard
 from penjing.train.data.survey import Survey, forget_survey, load_survey, survey
 
 END_OF_TEXT = "<|endoftext|>"
-_LAYOUT = 3  # raise it when packing changes, so that older shards in the cache are not taken
+_LAYOUT = 4  # raise it when packing changes, so that older shards in the cache are not taken
 _TOGETHER = 256  # documents encoded in one call
 _DONE = "packed.json"  # while packing: documents and tokens of each split that are on the disk
 _LONGEST = 1 << 22  # characters
@@ -125,7 +125,7 @@ def pack(
         raise InputError(f"data.sources {list(sources)} hold no text; name others")
     texts = _Texts(sources, column, split, template)
     ready = _made_tokenizer(folder, texts, vocab_size, tokenizer, size, progress)
-    end = ready.eos_token_ids[-1]
+    begin, end = list(ready.begin), ready.eos_token_ids[-1]
     done = read_json_object(folder / _DONE) if (folder / _DONE).exists() else {"documents": 0}
     writers = {split: _writer(folder, split, vocab_size, done[split]) for split in done if split != "documents"}
     progress.start("packing tokens", size)
@@ -134,19 +134,20 @@ def pack(
         progress.advance(len(trained) + len(held))
     while some := list(islice(stream, _TOGETHER)):
         pieces = [
-            (split_name + (f"@{domain}" if by_domain else ""), piece, last)
+            (split_name + (f"@{domain}" if by_domain else ""), piece, place == 0, last)
             for domain, *texts_of in some
             for split_name, text in zip(_SPLITS, texts_of, strict=True)
             if text
-            for piece, last in _pieces(text)
+            for place, (piece, last) in enumerate(_pieces(text))
         ]
-        encoded = ready.backend.encode_batch([piece for _, piece, _ in pieces], add_special_tokens=False)
-        for (name, _, last), encoding in zip(pieces, encoded, strict=True):
+        encoded = ready.backend.encode_batch([piece for _, piece, *_ in pieces], add_special_tokens=False)
+        for (name, _, first, last), encoding in zip(pieces, encoded, strict=True):
             if name not in writers:
                 writers[name] = _writer(folder, name, vocab_size, 0)
-            writers[name].add([*encoding.ids, end] if last else encoding.ids)
+            before = begin if first and encoding.ids[: len(begin)] != begin else []  # as chat templates write it
+            writers[name].add([*before, *encoding.ids, *([end] if last else [])])
         num_documents += len(some)
-        progress.advance(sum(len(piece) for _, piece, _ in pieces))
+        progress.advance(sum(len(piece) for _, piece, *_ in pieces))
         if time.monotonic() - put_down_at >= _PUT_DOWN_S:
             done = {split: writer.put_down() for split, writer in writers.items()}
             atomic_write_text(folder / _DONE, json.dumps({"documents": num_documents, **done}))
@@ -160,6 +161,7 @@ def pack(
             dtype=shard_dtype(vocab_size),
             vocab_size=ready.vocab_size,
             end_of_text=end,
+            begin_of_text=ready.begin,
             source={"sources": list(sources), "held_out": held_out, "python": platform.python_version()},
             splits=splits,
         ),

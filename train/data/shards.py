@@ -2,7 +2,7 @@
 
 A folder holds `index.json` (schema version, vocabulary, dtype, and for every split its files with token counts and
 SHA-256), raw little-endian `SPLIT-00000.bin` files, and the tokenizer's files. Documents follow one another, each
-ended by the end-of-text token.
+ended by the end-of-text token, and behind what the tokenizer puts before a text.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class ShardIndex(Config):
     dtype: Literal["uint16", "uint32"] = Field(description="Type of a token id, little-endian.")
     vocab_size: int = Field(gt=0, description="Token ids are below it.")
     end_of_text: int = Field(description="The token id that ends a document.")
+    begin_of_text: tuple[int, ...] = Field(
+        default=(), description="The token ids that begin a document, and each sequence that is cut from the tokens."
+    )
     source: dict[str, Any] = Field(default_factory=dict, description="What the tokens were made from.")
     splits: dict[str, tuple[ShardFile, ...]] = Field(description="The files of each split, in order.")
 

@@ -18,7 +18,7 @@ from penjing.train.data.pack import prepare_tokens
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.data.shards import TokenShards, read_index
 from penjing.train.data.stream import OrderedStream, Stream, TokenSamples, one_pass, shuffled
-from penjing.train.data.tokens import TokenRows, held_out_rows
+from penjing.train.data.tokens import TokenRows, held_out_rows, text_of_row
 from penjing.train.families.base import Family, Task
 from penjing.train.families.chat import ChatTuning
 from penjing.train.families.decoder_task import DecoderTask
@@ -114,8 +114,8 @@ class LanguageModeling(DecoderTask):
         rows, shards = self._rows("train"), self._opened.get("train")
         share = {"micro_batch": micro_batch, "rank": world.rank, "world_size": world.size, "seed": self._recipe.seed}
         if isinstance(shards, RemoteShards):
-            length = self._data.sequence_length
-            return read_ahead(rows, shards, length, batch_size=self._data.batch_size, **share)
+            stride = text_of_row(shards.index, self._data.sequence_length)
+            return read_ahead(rows, shards, stride, batch_size=self._data.batch_size, **share)
         return shuffled(rows, batch_size=self._data.batch_size, **share)
 
     def held_out(self, micro_batch: int, world: World) -> Iterator[Batch]:
@@ -142,7 +142,8 @@ class LanguageModeling(DecoderTask):
             index = shards.index
             places = seams(Tokenizer.from_folder(self.folder), index.vocab_size, index.end_of_text)
         length = self._data.sequence_length
-        return ChunkRows(shards, cut(shards, length, config.overlap, places), length, self._data.document_mask)
+        chunks = cut(shards, text_of_row(shards.index, length), config.overlap, places)
+        return ChunkRows(shards, chunks, length, self._data.document_mask)
 
 
 class MixedLanguageModeling(LanguageModeling):
@@ -152,7 +153,7 @@ class MixedLanguageModeling(LanguageModeling):
         """See `Task`."""
         shards = domain_shards(self.folder, "train")
         length = self._data.sequence_length
-        sizes = {name: (each.num_tokens - 1) // length for name, each in shards.items()}
+        sizes = {name: (each.num_tokens - 1) // text_of_row(each.index, length) for name, each in shards.items()}
         assert self._data.mixing is not None
         return mixed(
             shards,

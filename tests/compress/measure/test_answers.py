@@ -4,7 +4,6 @@ lm-eval (reference/, see benchmarks/peers/lm_eval_reference.py), figures, and a 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from tests.begun import with_ends
 from tests.compress.conftest import Notes, write_recipe
 from tests.serve.tiny import DEFAULTS, ids_of, run_all
 
@@ -127,16 +127,7 @@ def test_a_tokenizer_that_ends_every_text_changes_no_question(
     tiny_checkpoint: Path, file: Path, tmp_path: Path
 ) -> None:
     """The end stood between a prompt and its answer, and counted as a token of each context."""
-    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "ends"))
-    values = json.loads((folder / "tokenizer.json").read_text())
-    word = values["added_tokens"][0]
-    values["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": word["content"], "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {word["content"]: {"id": word["content"], "ids": [word["id"]], "tokens": [word["content"]]}},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(values))
+    folder = with_ends(tiny_checkpoint, tmp_path / "ends", begins=False, ends=True)
     settings = MeasureSettings(choices=(file,), greedy=2)
     assert questions_for(folder, settings, SMALL) == questions_for(tiny_checkpoint, settings, SMALL)
 

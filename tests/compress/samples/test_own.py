@@ -18,9 +18,11 @@ from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import FAMILIES
 from penjing.core.progress import Silent
 from penjing.core.text.documents import Documents, read_documents
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.load import make_engine
 from penjing.serve.sampling.params import SamplingParams
+from tests.begun import with_ends
 from tests.compress.conftest import Notes, write_recipe
 from tests.compress.keys import result_key
 
@@ -56,6 +58,20 @@ def test_a_text_is_what_the_engine_samples_behind_a_token(tiny_checkpoint: Path)
     while engine.has_work():
         tokens += [token for output in engine.step() for token in output.token_ids]
     assert text == loaded.tokenizer.decode([first, *tokens])
+
+
+def test_a_text_begins_as_its_tokenizer_begins_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_ends(tiny_checkpoint, tmp_path / "begun", begins=True)
+    writer, asked = own._Writer(load_model(folder), OwnTexts(samples=1, tokens=24)), list[list[int]]()
+    draw = writer._draw
+
+    def kept(prompts: dict[int, list[int]], turn: int, most: int) -> dict[int, list[int]]:
+        asked.extend(prompts.values())
+        return draw(prompts, turn, most)
+
+    writer._draw = kept  # type: ignore[method-assign]
+    assert writer.lines([0])
+    assert asked == [[*Tokenizer.from_folder(folder).begin, writer._first_token(0)]]
 
 
 def test_a_text_depends_on_its_number_and_the_seed_alone(

@@ -26,7 +26,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.images.normalise import normalise
 from penjing.core.progress import Silent
-from penjing.core.text.corpus import calibration_tokens
+from penjing.core.text.corpus import calibration_text, first_windows
 from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.classifiers import made_up_images, write_classifier
 
@@ -75,7 +75,7 @@ def test_cells_of_a_decoder_equal_a_pruned_checkpoint(tiny_checkpoint: Path, tmp
     pruner = family_at(tiny_checkpoint).need("pruner", "pruned")
     record = prune_checkpoint(tiny_checkpoint, pruned, step, pruner, None, Silent())
     (name,) = (row["name"] for row in record["groups"])
-    windows = calibration_tokens(Tokenizer.from_folder(tiny_checkpoint), 64).view(2, 32)
+    windows = first_windows(Tokenizer.from_folder(tiny_checkpoint), calibration_text(), 64, 32)
     with torch.no_grad():
         wanted = load_model(pruned).model(windows[:, :-1], targets=windows[:, 1:]) / 62
     assert rows[name]["cells"][1]["loss"] == pytest.approx(float(wanted), rel=1e-4)

@@ -10,7 +10,6 @@ from penjing.core.text import corpus
 from penjing.core.text.corpus import (
     calibration_documents,
     calibration_text,
-    calibration_tokens,
     code_text,
     heldout_text,
     heldout_tokens,
@@ -39,11 +38,10 @@ def test_documents_for_training_hold_nothing_that_is_evaluated() -> None:
 
 def test_tokens_begin_the_text(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_folder(smollm2)
-    for tokens, text in ((heldout_tokens, heldout_text()), (calibration_tokens, calibration_text())):
-        ids = tokens(tokenizer, 16_384)
-        assert ids.shape == (16_384,)
-        assert ids.dtype == torch.int64
-        assert text.startswith(tokenizer.decode(ids[:1000].tolist()))
+    ids = heldout_tokens(tokenizer, 16_384)
+    assert ids.shape == (16_384,)
+    assert ids.dtype == torch.int64
+    assert heldout_text().startswith(tokenizer.decode(ids[:1000].tolist()))
     with pytest.raises(InputError, match="1000000 were asked for"):
         heldout_tokens(tokenizer, 1_000_000)
 
@@ -55,9 +53,9 @@ def test_tokens_of_a_part_are_those_of_the_whole(
     monkeypatch.setattr(corpus, "CHARS_PER_TOKEN", per_token)
     for folder in (smollm2, tiny_checkpoint):
         tokenizer = Tokenizer.from_folder(folder)
-        whole = tokenizer.encode(calibration_text(), allow_special=False, add_special=False)
+        whole = tokenizer.encode(heldout_text(), allow_special=False, add_special=False)
         for count in (1, 64, 777, 1500, 4096, 20_000, len(whole)):
-            assert calibration_tokens(tokenizer, count).tolist() == whole[:count]
+            assert heldout_tokens(tokenizer, count).tolist() == whole[:count]
 
 
 def test_code_has_the_length_asked_for() -> None:

@@ -21,10 +21,12 @@ END, LINE, STOP = 0, 1, 2
 SEAMS = np.array([4, 2, 1] + [0] * 97, np.int8)
 
 
-def shards_of(folder: Path, tokens: list[int]) -> TokenShards:
+def shards_of(folder: Path, tokens: list[int], begin: tuple[int, ...] = ()) -> TokenShards:
     writer = ShardWriter(folder, "train", 100, shard_tokens=37)
     writer.add(tokens)
-    write_index(folder, ShardIndex(dtype="uint16", vocab_size=100, end_of_text=END, splits={"train": writer.close()}))
+    splits = {"train": writer.close()}
+    index = ShardIndex(dtype="uint16", vocab_size=100, end_of_text=END, begin_of_text=begin, splits=splits)
+    write_index(folder, index)
     return TokenShards(folder, "train")
 
 
@@ -33,23 +35,27 @@ def shards_of(folder: Path, tokens: list[int]) -> TokenShards:
     length=st.integers(1, 40),
     overlap=st.integers(0, 39),
     hybrid=st.booleans(),
+    before=st.integers(0, 2),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_token_is_a_target_once(
-    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], length: int, overlap: int, hybrid: bool
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], length: int, overlap: int, hybrid: bool, before: int
 ) -> None:
     overlap = min(overlap, length - 1)
-    shards = shards_of(tmp_path_factory.mktemp("s"), tokens)
+    shards = shards_of(tmp_path_factory.mktemp("s"), tokens, (50, 51)[:before])
     chunks = cut(shards, length, overlap, SEAMS if hybrid else None)
-    batch = ChunkRows(shards, chunks, length, document_mask=True).read(range(len(chunks.begins)))
+    whole = ChunkRows(shards, chunks, before + length, document_mask=True).read(range(len(chunks.begins)))
+    assert whole["tokens"][:, :before].tolist() == [[50, 51][:before]] * len(chunks.begins)
+    assert (whole["targets"][:, :before] == IGNORED).all()
+    batch = {name: tensor[:, before:] for name, tensor in whole.items()}
     targets = batch["targets"]
     assert targets[targets != IGNORED].tolist() == tokens[1:]
     for row, (context, begin, end) in enumerate(zip(chunks.context, chunks.begins, chunks.ends, strict=True)):
         assert batch["tokens"][row, : end - 1 - context].tolist() == tokens[context : end - 1]
-        before = tokens[context:begin]
-        assert END not in before[1:] or overlap == 0 or before[0] == END  # nothing of an earlier document
-        assert len(before) - 1 <= overlap
-        assert len(before) - 1 == overlap or context == 0 or tokens[context] == END
+        known = tokens[context:begin]
+        assert END not in known[1:] or overlap == 0 or known[0] == END  # nothing of an earlier document
+        assert len(known) - 1 <= overlap
+        assert len(known) - 1 == overlap or context == 0 or tokens[context] == END
 
 
 def test_windows_end_at_the_best_seam(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.corpora import domain_names, domain_of, name_place
 from penjing.train.data.pack import pack, prepare_tokens
 from penjing.train.data.shards import TokenShards, read_index
+from tests.begun import with_ends
 
 WORDS = [
     f"{a}{b}" for a in ("ba", "de", "ki", "lo", "mu", "ni", "po", "ra") for b in ("bin", "dor", "gul", "nis", "tev")
@@ -213,6 +214,30 @@ def test_conversations_that_a_template_refuses_are_damaged(tmp_path: Path, shard
         text += ready.decode(part.read(0, part.num_tokens).tolist())
     asked = [int(each) for each in text.split("question")[1:]]
     assert sorted(asked) == [number for number in range(300) if number not in (7, 9)]
+
+
+def test_documents_begin_as_their_tokenizer_begins_a_text(tmp_path: Path, shards: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shards / name, made)
+    tokenizer = with_ends(made, tmp_path / "tokenizer", begins=True)
+    (tokenizer / "chat_template.jinja").write_text("<|endoftext|>{{ messages[0].content }}")
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    talk = {"messages": [{"role": "user", "content": prose(99)}]}
+    source.write_text("".join(json.dumps(each) + "\n" for each in [talk] + [{"text": prose(n)} for n in range(40)]))
+    out.mkdir()
+    pack(out, (str(source),), 320, held_out=0.1, tokenizer=tokenizer, progress=Silent())
+    index, end = read_index(out), Tokenizer.from_folder(out).eos_token_ids[-1]
+    assert index.begin_of_text == (end,)  # the only control token
+    for split in index.splits:
+        part = TokenShards(out, split)
+        tokens = part.read(0, part.num_tokens).tolist()
+        places = [place for place, token in enumerate(tokens) if token == end]
+        assert places[0] == 0
+        assert places[2::2] == [place + 1 for place in places[1:-1:2]]  # the conversation is begun once, too
+        assert places[-1] == len(tokens) - 1
+        assert len(places) >= 2
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
