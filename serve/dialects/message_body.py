@@ -14,6 +14,7 @@ from penjing.serve.front.bodies import (
     MAX_TOOLS,
     Body,
     ChatBody,
+    Effort,
     Function,
     FunctionCall,
     ImagePart,
@@ -78,12 +79,21 @@ class ToolResultBlock(_Block):
     is_error: bool | None = Field(default=None, description="Is not used: the text says it.")
 
 
+class ThinkingBlock(_Block):
+    """What the model thought before."""
+
+    type: Literal["thinking"] = Field(description="What the block is.")
+    thinking: str = Field(description="The thought.")
+    signature: str | None = Field(default=None, description="Is not used.")
+
+
 Block = Annotated[
     Annotated[TextBlock, tag("text")]
     | Annotated[ImageBlock, tag("image")]
     | Annotated[ToolUseBlock, tag("tool_use")]
-    | Annotated[ToolResultBlock, tag("tool_result")],
-    kinds("text", "image", "tool_use", "tool_result"),
+    | Annotated[ToolResultBlock, tag("tool_result")]
+    | Annotated[ThinkingBlock, tag("thinking")],
+    kinds("text", "image", "tool_use", "tool_result", "thinking"),
 ]
 
 
@@ -92,7 +102,7 @@ class Turn(Part):
 
     role: Literal["user", "assistant"] = Field(description="Who speaks.")
     content: str | list[Block] = Field(
-        description="Text, or blocks: text, calls of an assistant, images and results of a user."
+        description="Text, or blocks: text, thoughts and calls of an assistant, images and results of a user."
     )
 
 
@@ -138,7 +148,14 @@ class OutputConfig(Part):
 class Thinking(Part):
     """Whether the model thinks first."""
 
-    type: Literal["disabled"] = Field(description="No model here does.")
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="Disabled: it does not, as far as its template knows."
+    )
+    budget_tokens: int | None = Field(default=None, ge=1, description="Is not used: max_tokens ends an answer.")
+    display: str | None = Field(default=None, description="Is not used: thoughts are shown as they are.")
+
+
+_EFFORTS: dict[str, Effort] = {"enabled": "medium", "adaptive": "medium", "disabled": "none"}
 
 
 class Metadata(Part):
@@ -155,7 +172,7 @@ class CountBody(Body):
     tools: list[MessageTool] | None = Field(default=None, max_length=MAX_TOOLS, description="What may be called.")
     tool_choice: MessageToolChoice | None = Field(default=None, description="Whether a tool must be called; auto.")
     output_config: OutputConfig | None = Field(default=None, description="Of the answer.")
-    thinking: Thinking | None = Field(default=None, description="May be disabled only.")
+    thinking: Thinking | None = Field(default=None, description="Whether a model that can think does.")
     cache_control: dict[str, Any] | None = Field(default=None, description="Is not used: every prompt is cached.")
 
     def chat(self) -> ChatBody:
@@ -179,6 +196,7 @@ class CountBody(Body):
             tools=None if self.tools is None else [_tool(tool) for tool in self.tools],
             tool_choice=None if choice is None else _choice(choice),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+            reasoning_effort=None if self.thinking is None else _EFFORTS[self.thinking.type],
             **values,
         )
 
@@ -192,8 +210,9 @@ class CountBody(Body):
             for block in blocks:
                 if isinstance(block, ToolResultBlock):
                     chat.result(block.tool_use_id, joined(block.content or ""))
+            chat.think("".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)))
             parts = [_part(block) for block in blocks if isinstance(block, TextBlock | ImageBlock)]
-            if parts or not any(isinstance(block, ToolResultBlock) for block in blocks):
+            if parts or not any(isinstance(block, ToolResultBlock | ThinkingBlock) for block in blocks):
                 chat.say(turn.role, parts)
             for block in blocks:
                 if isinstance(block, ToolUseBlock):
@@ -225,7 +244,7 @@ class MessageBody(CountBody, Sampling):
 
 
 def _check_blocks(role: str, blocks: Sequence[Block], index: int) -> None:
-    wrong = ("tool_result", "image") if role == "assistant" else ("tool_use",)
+    wrong = ("tool_result", "image") if role == "assistant" else ("tool_use", "thinking")
     for number, block in enumerate(blocks):
         if block.type in wrong:
             where = f"messages.{index}.content.{number}.type"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
@@ -42,7 +42,7 @@ class MessageWriter(Writer):
     def __init__(self, ask: Ask, stop: StopText) -> None:
         self._ask, self._stop = ask, stop
         self._content: list[dict[str, Any]] = []
-        self._text: list[str] | None = None  # of the block that is open, the last one
+        self._text: list[str] | None = None  # of the block that is open, the last one: what it says or thinks
         self._input: list[str] | None = None  # of the call that is open, the last block
         self._begun = False
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
@@ -53,8 +53,10 @@ class MessageWriter(Writer):
         if not self._begun:
             self._begun = True
             events.append({"type": "message_start", "message": self.whole()})
+        if said.thought:
+            events += self._say(said.thought, "thinking")
         if isinstance(said.part, str):
-            events += self._say(said.part) if said.part else []
+            events += self._say(said.part, "text") if said.part else []
         else:
             if "id" in said.part:
                 events += self._close() + self._call(said.part["id"], said.part["function"]["name"])
@@ -99,16 +101,17 @@ class MessageWriter(Writer):
     def _stopped(self) -> Event:
         return {"type": "content_block_stop", "index": len(self._content) - 1}
 
-    def _say(self, text: str) -> list[Event]:
+    def _say(self, text: str, kind: Literal["text", "thinking"]) -> list[Event]:
         events: list[Event] = []
-        if self._text is None:
+        if self._text is None or self._content[-1]["type"] != kind:
             events += self._close()
-            block = {"type": "text", "text": ""}
-            events.append(self._start(block))
+            # A signature proves to Anthropic that a thought is its model's own; nobody proves it here.
+            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+            events.append(self._start(dict(block)))
             self._content.append(block)
             self._text = []
         self._text.append(text)
-        return [*events, self._grow(type="text_delta", text=text)]
+        return [*events, self._grow(**{"type": f"{kind}_delta", kind: text})]
 
     def _close(self) -> list[Event]:
         """End the open block, if there is one."""
@@ -118,7 +121,7 @@ class MessageWriter(Writer):
             return [self._stopped()]
         if self._text is None:
             return []
-        self._content[-1] = {"type": "text", "text": "".join(self._text)}
+        self._content[-1] |= {self._content[-1]["type"]: "".join(self._text)}
         self._text = None
         return [self._stopped()]
 

@@ -15,6 +15,7 @@ from penjing.serve.front.answers import Ask
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import read_body
 from penjing.serve.front.chat import chat_ask
+from penjing.serve.front.reading import Reading
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 
@@ -25,10 +26,11 @@ async def answer_message(backend: Backend, request: Request) -> Response:
     body = read_body(MessageBody, request.headers.get("content-type", ""), exchange.body)
     chat = body.chat()
     ask = chat_ask(backend, chat, exchange)
+    reading = await Reading.of(backend, ask, chat, "thinking")
     stop = StopText(())
     if body.stop_sequences and not body.include_stop_str_in_output:
         stop = StopText(body.stop_sequences, await _ends(backend, ask))
-    return await respond(backend, ask, MessageWriter(ask, stop), tools=bool(chat.offered), shown=stop.cut)
+    return await respond(backend, ask, MessageWriter(ask, stop), reading, shown=stop.cut)
 
 
 async def _ends(backend: Backend, ask: Ask) -> set[str]:

@@ -11,6 +11,7 @@ from penjing.serve.front.bodies import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatBody,
+    Effort,
     Function,
     FunctionCall,
     ImagePart,
@@ -96,11 +97,28 @@ class CallOutputItem(_Item):
     output: str | list[ItemText] = Field(description="Text, or parts that are text.")
 
 
-_TYPES = ("message", "function_call", "function_call_output")
+class ThoughtText(Part):
+    """A piece of a thought."""
+
+    type: Literal["reasoning_text", "summary_text"] = Field(description="What it is.")
+    text: str = Field(description="The piece.")
+
+
+class ThoughtItem(_Item):
+    """What the model thought."""
+
+    type: Literal["reasoning"] = Field(description="What the item is.")
+    summary: list[ThoughtText] | None = Field(default=None, description="Is not used.")
+    content: list[ThoughtText] | None = Field(default=None, description="The thought.")
+    encrypted_content: str | None = Field(default=None, description="Is not used: no model here writes it.")
+
+
+_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 Item = Annotated[
     Annotated[MessageItem, tag("message")]
     | Annotated[CallItem, tag("function_call")]
-    | Annotated[CallOutputItem, tag("function_call_output")],
+    | Annotated[CallOutputItem, tag("function_call_output")]
+    | Annotated[ThoughtItem, tag("reasoning")],
     kinds(*_TYPES, default="message"),
 ]
 
@@ -153,6 +171,16 @@ class ResponseStreamOptions(Part):
     include_obfuscation: bool | None = Field(default=None, description="Is not done.")
 
 
+class Reasoning(Part):
+    """How the model thinks before it answers."""
+
+    effort: Effort | None = Field(default=None, description="How much, as far as its template knows; none: not.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Is not made: thoughts are shown as they are."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="The same.")
+
+
 class ResponseBody(Sampling):
     """Of `/v1/responses`. Nothing is kept of an answer: each request brings the whole conversation."""
 
@@ -181,7 +209,7 @@ class ResponseBody(Sampling):
     truncation: Literal["disabled"] | None = Field(default=None, description="Nothing is left out of a long input.")
     max_tool_calls: None = Field(default=None, description="May be null only.")
     prompt: None = Field(default=None, description="May be null only.")
-    reasoning: None = Field(default=None, description="May be null only.")
+    reasoning: Reasoning | None = Field(default=None, description="Of a model that thinks before it answers.")
     metadata: dict[str, str] | None = Field(default=None, description="The answer repeats it.")
     user: str | None = Field(default=None, description="Of several versions of a model, a user has always the same.")
     service_tier: str | None = Field(default=None, description="Is not used.")
@@ -219,6 +247,7 @@ class ResponseBody(Sampling):
             tools=None if self.tools is None else [_tool(tool) for tool in self.tools],
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             user=self.user,
         )
 
@@ -229,6 +258,8 @@ class ResponseBody(Sampling):
         for item in [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
             if isinstance(item, MessageItem):
                 chat.say(item.role, _parts(item.content))
+            elif isinstance(item, ThoughtItem):
+                chat.think(joined(item.content or ""))
             elif isinstance(item, CallItem):
                 function = FunctionCall(name=item.name, arguments=item.arguments)
                 chat.call(ToolCall(id=item.call_id, function=function))

@@ -23,6 +23,7 @@ class ResponseWriter(Writer):
         self._ask, self._body = ask, body
         self._head = _head(ask, body)
         self._output: list[dict[str, Any]] = []
+        self._thought: list[str] | None = None  # of the reasoning that is open, the last item
         self._text: list[str] | None = None  # of the message that is open, the last item
         self._arguments: list[str] | None = None  # of the call that is open, the last item
         self._logprobs: list[dict[str, Any]] = []  # of that message
@@ -35,6 +36,9 @@ class ResponseWriter(Writer):
         events = [] if self._num_events else [self._event("created", response=self.whole())]
         if events:
             events.append(self._event("in_progress", response=self.whole()))
+        if said.thought:
+            self._unsaid = []  # the beginning of a mark, which was held back
+            return events + self._think(said.thought)
         if self._body.wants_logprobs:
             self._unsaid += _tokens(of_chat(said.logprobs, self._body.top_logprobs or 0))
         if isinstance(said.part, str):
@@ -72,8 +76,32 @@ class ResponseWriter(Writer):
         self._logprobs += new
         return [*events, self._event("output_text.delta", **self._place(), delta=text, logprobs=new)]
 
+    def _think(self, text: str) -> list[Event]:
+        events = [] if self._thought is not None else [*self._close("completed"), *self._open_thought()]
+        assert self._thought is not None, "just opened"
+        self._thought.append(text)
+        return [*events, self._event("reasoning_text.delta", **self._place(), delta=text)]
+
+    def _open_thought(self) -> list[Event]:
+        item = {"id": self._id("rs"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        added = self._event("output_item.added", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._thought = []
+        part = {"type": "reasoning_text", "text": ""}
+        return [added, self._event("content_part.added", **self._place(), part=part)]
+
+    def _close_thought(self, status: str) -> list[Event]:
+        text, place, self._thought = "".join(self._thought or ()), self._place(), None
+        part = {"type": "reasoning_text", "text": text}
+        self._output[-1] = self._output[-1] | {"status": status, "content": [part]}
+        return [
+            self._event("reasoning_text.done", **place, text=text),
+            self._event("content_part.done", **place, part=part),
+            self._event("output_item.done", output_index=place["output_index"], item=self._output[-1]),
+        ]
+
     def _place(self) -> dict[str, Any]:
-        """Where the text of the open message stands."""
+        """Where the text of the open message or thought stands."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
     def _open(self) -> list[Event]:
@@ -84,7 +112,9 @@ class ResponseWriter(Writer):
         return [added, self._event("content_part.added", **self._place(), part=_part("", []))]
 
     def _close(self, status: str) -> list[Event]:
-        """End the open message or call, if there is one."""
+        """End what is open, if something is."""
+        if self._thought is not None:
+            return self._close_thought(status)
         if self._arguments is not None:
             return self._close_call(status)
         if self._text is None:
@@ -203,6 +233,6 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }

@@ -11,6 +11,7 @@ from penjing.serve.dialects.writer import respond
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import read_body
 from penjing.serve.front.chat import chat_ask
+from penjing.serve.front.reading import Reading
 from penjing.serve.gate.guard import Exchange
 
 
@@ -20,4 +21,5 @@ async def answer_response(backend: Backend, request: Request) -> Response:
     body = read_body(ResponseBody, request.headers.get("content-type", ""), exchange.body)
     chat = body.chat()
     ask = chat_ask(backend, chat, exchange)
-    return await respond(backend, ask, ResponseWriter(ask, body), tools=bool(chat.offered))
+    reading = await Reading.of(backend, ask, chat, "reasoning")
+    return await respond(backend, ask, ResponseWriter(ask, body), reading)

@@ -48,24 +48,39 @@ class Chat:
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
+        self._thought = ""
 
     def say(self, role: str, content: str | Sequence[TextPart | ImagePart]) -> None:
         """Add a message; parts without an image are one text."""
         if not isinstance(content, str) and not any(isinstance(part, ImagePart) for part in content):
             content = joined(content)
-        self.messages.append(ChatMessage.model_construct(role=role, content=content))
+        self._add(role=role, content=content)
 
     def call(self, call: ToolCall) -> None:
         """Add a call to the assistant's message that it belongs to."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.role != "assistant":
-            last = ChatMessage.model_construct(role="assistant", content=None)
-            self.messages.append(last)
+        last = self._assistant()
         last.tool_calls = [*(last.tool_calls or []), call]
+
+    def think(self, text: str) -> None:
+        """What the assistant thought before its next message, or before its calls."""
+        self._thought += text
+
+    def _assistant(self) -> ChatMessage:
+        """The assistant's last message; a new one where another spoke since, or where it has thought."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or self._thought:
+            last = self._add(role="assistant", content=None)
+        return last
+
+    def _add(self, **values: Any) -> ChatMessage:
+        if values["role"] == "assistant" and self._thought:
+            values["reasoning_content"], self._thought = self._thought, ""
+        self.messages.append(ChatMessage.model_construct(**values))
+        return self.messages[-1]
 
     def result(self, call_id: str, text: str) -> None:
         """Add what a tool answered."""
-        self.messages.append(ChatMessage.model_construct(role="tool", content=text, tool_call_id=call_id))
+        self._add(role="tool", content=text, tool_call_id=call_id)
 
     def body(self, body: Sampling, **values: Any) -> ChatBody:
         """The body of a chat with these messages, the sampling of `body`, and further `values`, which are valid.

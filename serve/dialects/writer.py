@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,24 @@ from starlette.responses import JSONResponse, Response
 from penjing.serve.front.answers import Ask, Events, answer, in_stream
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.logprobs import Entry
-from penjing.serve.front.tools import CallReader, Part
+from penjing.serve.front.reading import Reading
+from penjing.serve.front.thoughts import behind_thought
+from penjing.serve.front.tools import Part
 from penjing.serve.gate.errors import ApiError
 
 
 @dataclass
 class Said:
-    """What is new: text to show or a call of a tool, and at the end why it ends. A call has an `id` where it begins;
-    what comes later of its arguments has none. It is complete when the next thing comes."""
+    """What is new: a thought, text to show or a call of a tool, and at the end why it ends. A call has an `id` where it
+    begins; what comes later of its arguments has none. It is complete when the next thing comes."""
 
     part: Part
-    logprobs: list[Entry]
+    logprobs: Sequence[Entry]
     reason: str | None
     is_cut: bool = False
     """At the end: the last call has only the beginning of its arguments."""
+    thought: str = ""
+    """Comes alone, before everything that is said."""
 
 
 class Writer(ABC):
@@ -47,48 +51,53 @@ class Writer(ABC):
 
 
 async def respond(
-    backend: Backend, ask: Ask, writer: Writer, *, tools: bool, shown: Callable[[str], str] | None = None
+    backend: Backend, ask: Ask, writer: Writer, reading: Reading, *, shown: Callable[[str], str] | None = None
 ) -> Response:
     """Answer with what `writer` makes of it.
 
     Args:
-        tools: whether the model may call some.
+        reading: of the answer.
         shown: what to show of the last text, where an answer that has met an end shows more than it should.
 
     Raises:
         ApiError: what the client shall see.
     """
     if ask.stream:
-        return await Events.of(_events(backend, ask, writer, tools, shown))
-    async with aclosing(_said(backend, ask, tools, shown)) as pieces:
+        return await Events.of(_events(backend, ask, writer, reading, shown))
+    async with aclosing(_said(backend, ask, reading, shown)) as pieces:
         async for said in pieces:
             writer.push(said)
     return JSONResponse(writer.whole())
 
 
 async def _said(
-    backend: Backend, ask: Ask, tools: bool, shown: Callable[[str], str] | None
+    backend: Backend, ask: Ask, reading: Reading, shown: Callable[[str], str] | None
 ) -> AsyncGenerator[Said, None]:
-    reader = CallReader(partial=ask.stream) if tools else None
+    reader = reading.reader(partial=ask.stream)
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
             text, reason = chunk.text, chunk.finish_reason
             if reason == "stop" and shown is not None:
                 text = shown(text)
-            parts = [text] if reader is None else reader.push(text, last=reason is not None) or [""]
+            thinks = reader.thinks
+            thought, parts = reader.push(text, last=reason is not None)
+            entries = [] if reader.thinks else behind_thought(chunk.logprobs) if thinks or thought else chunk.logprobs
+            if reason is not None:
+                await reading.count(reader)
+            if thought:
+                yield Said("", [], None, thought=thought)
+            parts = parts or [""]
             for number, part in enumerate(parts, 1):
-                logprobs = chunk.logprobs if number == 1 else []
-                yield Said(
-                    part, logprobs, reason if number == len(parts) else None, reader is not None and reader.is_cut
-                )
+                logprobs = entries if number == 1 else []
+                yield Said(part, logprobs, reason if number == len(parts) else None, reader.is_cut)
 
 
 async def _events(
-    backend: Backend, ask: Ask, writer: Writer, tools: bool, shown: Callable[[str], str] | None
+    backend: Backend, ask: Ask, writer: Writer, reading: Reading, shown: Callable[[str], str] | None
 ) -> AsyncGenerator[bytes, None]:
     begun = False
     try:
-        async with aclosing(_said(backend, ask, tools, shown)) as pieces:
+        async with aclosing(_said(backend, ask, reading, shown)) as pieces:
             async for said in pieces:
                 if events := writer.push(said):
                     yield _written(events)

@@ -40,6 +40,8 @@ class Ask:
     timeout: float | None = None
     tokens: dict[int, Chunk] = field(default_factory=dict)
     """The last chunk of each prompt, which knows the prompt's length."""
+    thought_tokens: int | None = None
+    """Of a model that thinks: of the tokens that have come, those that were thought."""
 
     def __post_init__(self) -> None:
         self.exchange.model = self.model.id
@@ -71,12 +73,15 @@ class Ask:
         prompt = sum(chunk.num_input_tokens for chunk in self.tokens.values())
         cached = sum(chunk.num_cached_tokens for chunk in self.tokens.values())
         completion = self.exchange.completion_tokens
-        return {
+        found = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self.thought_tokens is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.thought_tokens}
+        return found
 
 
 async def answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk], None]:

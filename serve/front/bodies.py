@@ -23,6 +23,7 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 TOKEN_NAME = "^[0-9]{1,10}$"
 TokenName = Annotated[str, Field(pattern=TOKEN_NAME)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -194,7 +195,7 @@ class ChatMessage(Part):
     annotations: list[Any] | None = Field(default=None, description="Is not used.")
     audio: None = Field(default=None, description="May be null only.")
     function_call: None = Field(default=None, description="May be null only.")
-    reasoning_content: str | None = Field(default=None, description="Is not used.")
+    reasoning_content: str | None = Field(default=None, description="Of an assistant: what it thought before.")
 
     def images(self) -> list[bytes]:
         """The files of its images.
@@ -221,6 +222,8 @@ class ChatMessage(Part):
             )
         values: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         values |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        if self.role == "assistant" and self.reasoning_content:
+            values["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             values["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": _arguments(c)}}
@@ -303,11 +306,24 @@ class ChatBody(Generation):
     )
     parallel_tool_calls: bool | None = Field(default=None, description="Several calls in one answer; true.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Further variables of the template.")
+    reasoning_effort: Effort | None = Field(
+        default=None, description="How much a model that thinks is to think, as far as its template knows; none: not."
+    )
     metadata: dict[str, str] | None = Field(default=None, description="Is not used.")
     store: bool | None = Field(default=None, description="Is not done.")
     service_tier: str | None = Field(default=None, description="Is not used.")
     safety_identifier: str | None = Field(default=None, description="Is not used.")
     prompt_cache_key: str | None = Field(default=None, description="Is not used.")
+
+    def variables(self) -> dict[str, Any]:
+        """What the template is told beside the messages: `enable_thinking` is Qwen3's and SmolLM3's."""
+        found = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            found.setdefault("enable_thinking", self.reasoning_effort not in ("none", "minimal"))
+            found.setdefault("reasoning_effort", self.reasoning_effort)
+        if offered := self.offered:
+            found["tools"] = offered
+        return found
 
     @property
     def offered(self) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from penjing.serve.front.answers import DONE, Ask, Events, answer, event, openin
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import ChatBody, read_body
 from penjing.serve.front.logprobs import of_chat
-from penjing.serve.front.tools import CallReader, apart
+from penjing.serve.front.reading import AnswerReader, Reading
+from penjing.serve.front.tools import apart
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 
@@ -27,6 +28,7 @@ async def answer_chat(backend: Backend, request: Request) -> Response:
     exchange: Exchange = request.scope["state"]["exchange"]
     body = read_body(ChatBody, request.headers.get("content-type", ""), exchange.body)
     ask = chat_ask(backend, body, exchange)
+    reading = await Reading.of(backend, ask, body)
     head = {
         "id": f"chatcmpl-{exchange.request_id}",
         "object": "chat.completion.chunk" if ask.stream else "chat.completion",
@@ -34,8 +36,8 @@ async def answer_chat(backend: Backend, request: Request) -> Response:
         "model": ask.model.id,  # until it has gone and another version answers
     }
     if ask.stream:
-        return await Events.of(_events(backend, ask, head, body))
-    return JSONResponse(await _whole(backend, ask, head, body))
+        return await Events.of(_events(backend, ask, head, body, reading))
+    return JSONResponse(await _whole(backend, ask, head, body, reading))
 
 
 def chat_ask(backend: Backend, body: ChatBody, exchange: Exchange) -> Ask:
@@ -50,9 +52,8 @@ def chat_ask(backend: Backend, body: ChatBody, exchange: Exchange) -> Ask:
         sampling["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true.", code="invalid_value", param="top_logprobs")
-    variables = dict(body.chat_template_kwargs or {})
-    if offered := body.offered:
-        variables["tools"] = offered
+    variables = body.variables()
+    if body.offered:
         sampling.setdefault("skip_special_tokens", False)  # in some tokenizers the marks of a call are such
     try:
         images = [image for message in body.messages for image in message.images()]
@@ -72,14 +73,18 @@ def chat_ask(backend: Backend, body: ChatBody, exchange: Exchange) -> Ask:
     )
 
 
-async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody) -> dict[str, Any]:
+async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody, reading: Reading) -> dict[str, Any]:
     choices: dict[int, dict[str, Any]] = {}
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
             logprobs = of_chat(chunk.logprobs, body.top_logprobs or 0) if "logprobs" in ask.sampling else None
-            message: dict[str, Any] = {"role": "assistant", "content": chunk.text, "refusal": None}
-            reason = chunk.finish_reason
-            text, calls = apart(CallReader().push(chunk.text, last=True)) if body.offered else ("", [])
+            reason, reader = chunk.finish_reason, reading.reader(partial=False)
+            thought, parts = reader.push(chunk.text, last=True)
+            text, calls = apart(parts)
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if thought:
+                message["reasoning_content"] = thought
+                await reading.count(reader)
             if calls:
                 calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
                 message |= {"content": text or None, "tool_calls": calls}
@@ -93,12 +98,14 @@ async def _whole(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBod
     return head | {"model": ask.model.id, "choices": [choices[index] for index in sorted(choices)], "usage": ask.usage}
 
 
-async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody) -> AsyncGenerator[bytes, None]:
+async def _events(
+    backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBody, reading: Reading
+) -> AsyncGenerator[bytes, None]:
     """Events by hand: the bytes before and after the text are the same in all of them."""
     start = b""
     end = b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
     seen: set[int] = set()
-    readers = defaultdict(lambda: CallReader(partial=True)) if body.offered else {}
+    readers: defaultdict[int, AnswerReader] = defaultdict(lambda: reading.reader(partial=True))
     async with aclosing(answer(backend, ask)) as chunks:
         async for _, chunk in chunks:
             start = start or opening(head, ask)
@@ -107,13 +114,18 @@ async def _events(backend: Backend, ask: Ask, head: dict[str, Any], body: ChatBo
             if chunk.index not in seen:
                 seen.add(chunk.index)
                 parts += [start, index, b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null}', end]
-            text, calls, reason = chunk.text, [], chunk.finish_reason
-            if body.offered:
-                reader = readers[chunk.index]
-                text, calls = apart(reader.push(text, last=reason is not None))
-                reason = "tool_calls" if reason == "stop" and reader.num_calls and not reader.is_cut else reason
-            if text or chunk.logprobs:
-                logprobs = json.dumps(of_chat(chunk.logprobs, body.top_logprobs or 0)) if chunk.logprobs else "null"
+            reader, reason = readers[chunk.index], chunk.finish_reason
+            thought, said = reader.push(chunk.text, last=reason is not None)
+            text, calls = apart(said)
+            if reason is not None:
+                await reading.count(reader)
+                reason = "tool_calls" if reason == "stop" and reader.calls else reason
+            logprobs = json.dumps(of_chat(chunk.logprobs, body.top_logprobs or 0)) if chunk.logprobs else "null"
+            if thought:
+                parts += [start, index, b'"reasoning_content":', json.dumps(thought).encode()]
+                parts += [b'},"logprobs":', logprobs.encode(), b',"finish_reason":null}', end]
+                logprobs = "null"
+            if text or logprobs != "null":
                 parts += [start, index, b'"content":', json.dumps(text).encode()]
                 parts += [b'},"logprobs":', logprobs.encode(), b',"finish_reason":null}', end]
             if calls:

@@ -14,6 +14,7 @@ from penjing.core.errors import PenjingError
 from penjing.serve.client.client import AsyncClient
 from penjing.serve.client.protocol import DECODER, TOWERS
 from penjing.serve.front.fullness import Fullness
+from penjing.serve.front.thoughts import END, Thinker
 from penjing.serve.gate.config import FrontModel
 
 CANARY_SECONDS = 2.0  # between two looks
@@ -46,6 +47,7 @@ class Upstream:
         self._tokenizer: Tokenizer | None = None
         self._chat_template: ChatTemplate | None = None
         self._has_read_template = False
+        self._thinking: Thinker | None = None
         self._text_tokenizer: TextTokenizer | None = None
         self.dimension = 0
         """Numbers of a vector, known once there is `text_tokenizer`."""
@@ -133,6 +135,20 @@ class Upstream:
             self._chat_template = await asyncio.to_thread(ChatTemplate.from_folder, self.model.folder)
             self._has_read_template = True
         return self._chat_template
+
+    async def thinking(self) -> Thinker:
+        """How a language model's answers begin; read when it is first asked for."""
+        if self._thinking is None:
+            try:
+                found = Thinker(await self.chat_template())
+                if found.thinks:
+                    tokenizer = await self.tokenizer()
+                    found.special = tokenizer.token_to_id(END) in tokenizer.special_ids
+            except PenjingError as error:  # the model has its own copy, and answers
+                log.warning("%s: thoughts are not told apart: %s", self.model.id, error)
+                found = Thinker(None)
+            self._thinking = found
+        return self._thinking
 
     async def text_tokenizer(self) -> TextTokenizer:
         """Of a text encoder or two towers; read when it is first asked for."""

@@ -21,9 +21,11 @@ class Script:
     def __init__(self) -> None:
         self.pieces: Sequence[str | Exception] = ()
         self.reason = "stop"
+        self.asked: dict[str, Any] = {}
+        """What the last request asked for."""
 
-    async def stream(self, *_: Any, whole: bool, **__: Any) -> AsyncGenerator[Chunk, None]:
-        said = ""
+    async def stream(self, *_: Any, whole: bool, **asked: Any) -> AsyncGenerator[Chunk, None]:
+        said, self.asked = "", asked
         for number, piece in enumerate(self.pieces, 1):
             if isinstance(piece, Exception):
                 raise piece

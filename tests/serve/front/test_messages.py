@@ -165,7 +165,7 @@ def test_tools_are_used_and_their_results_read(client: Any, chats: openai.OpenAI
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "run"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
         ({"stop": "x"}, "stop"),
         ({"n": 2}, "n"),
     ],

@@ -96,6 +96,20 @@ def test_what_is_written_is_never_markup(page: Any) -> None:
     assert page.locator("#log img, #log p b").count() == 0
 
 
+def test_thoughts_stand_above_what_is_said_and_close_when_it_begins(page: Any) -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "I <b>see</b>."}, {"content": "Hi."}]
+    events = [json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}) for delta in deltas]
+    body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    say(page, "Hello")
+    page.locator(".assistant > p", has_text="Hi.").wait_for()
+    box = page.locator(".assistant details")
+    assert box.evaluate("box => box.open") is False
+    box.locator("summary").click()
+    assert box.locator("p").inner_text() == "I <b>see</b>."
+    assert page.locator(".assistant > p").inner_text() == "Hi."
+
+
 def test_an_answer_keeps_to_a_schema(page: Any) -> None:
     say(page, "Who?", tokens=200, schema=SCHEMA)
     page.locator(".assistant small", has_text="tokens").wait_for()

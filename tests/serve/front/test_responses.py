@@ -189,7 +189,7 @@ def test_tokens_come_with_their_probability(client: openai.OpenAI) -> None:
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"input": []}, "input"),
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
+        ({"input": [{"type": "web_search_call", "id": "w"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -22,14 +22,17 @@ from penjing.serve.dialects.response_writer import ResponseWriter
 from penjing.serve.dialects.writer import Said, respond
 from penjing.serve.front.answers import Ask
 from penjing.serve.front.backend import Backend
+from penjing.serve.front.reading import Reading
 from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 
+WORDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CALL = {"index": 0, "id": "call_1", "type": "function"}
 BODY = ResponseBody(model="a", input="b")
 ARGUMENTS = '{"at": 1}'
+THOUGHTS = st.lists(st.text(min_size=1, max_size=3), max_size=3)
 PIECES = st.lists(st.one_of(st.text(max_size=3), st.integers(0, len(ARGUMENTS))), max_size=8)
 """Texts, and calls: a number says after how many characters their arguments are cut in two."""
 
@@ -41,8 +44,8 @@ def asked() -> Ask:
     return ask
 
 
-def pieces_of(parts: list[Any], reason: str) -> list[Said]:
-    found: list[Said] = []
+def pieces_of(parts: list[Any], reason: str, thoughts: Sequence[str] = ()) -> list[Said]:
+    found = [Said("", [], None, thought=thought) for thought in thoughts]
     for part in parts:
         if isinstance(part, str):
             found.append(Said(part, [], None))
@@ -54,13 +57,15 @@ def pieces_of(parts: list[Any], reason: str) -> list[Said]:
 
 
 def text_and_calls(output: list[dict[str, Any]]) -> list[str]:
-    return [item["content"][0]["text"] if item["type"] == "message" else item["arguments"] for item in output]
+    return [item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"] for item in output]
 
 
-@given(PIECES, st.sampled_from(["stop", "length"]))
-def test_events_of_a_response_are_those_that_the_package_knows(parts: list[Any], reason: str) -> None:
+@given(PIECES, st.sampled_from(["stop", "length"]), THOUGHTS)
+def test_events_of_a_response_are_those_that_the_package_knows(
+    parts: list[Any], reason: str, thoughts: list[str]
+) -> None:
     writer = ResponseWriter(asked(), ResponseBody(model="a", input="b"))
-    events = [event for said in pieces_of(parts, reason) for event in writer.push(said)]
+    events = [event for said in pieces_of(parts, reason, thoughts) for event in writer.push(said)]
     for number, event in enumerate(events):
         assert EVENTS.validate_python(event).type == event["type"]
         assert event["sequence_number"] == number
@@ -72,13 +77,17 @@ def test_events_of_a_response_are_those_that_the_package_knows(parts: list[Any],
         match event["type"]:
             case "response.output_item.added":
                 grown.append("")
-            case "response.output_text.delta" | "response.function_call_arguments.delta":
+            case (
+                "response.output_text.delta"
+                | "response.reasoning_text.delta"
+                | "response.function_call_arguments.delta"
+            ):
                 grown[-1] += event["delta"]
             case "response.output_item.done":
                 assert text_and_calls([event["item"]]) == grown[-1:]
     whole = writer.whole()
     assert text_and_calls(whole["output"]) == grown
-    assert "".join(grown) == "".join(part if isinstance(part, str) else ARGUMENTS for part in parts)
+    assert "".join(grown) == "".join(thoughts) + "".join(part if isinstance(part, str) else ARGUMENTS for part in parts)
     assert whole["status"] == ("completed" if reason == "stop" else "incomplete")
     assert events[-1]["type"] == f"response.{whole['status']}"
     assert events[-1]["response"] == whole
@@ -112,7 +121,7 @@ def test_a_call_is_streamed_as_it_is_written(word: str) -> None:
         async def send(message: Any) -> None:
             sent.append(message.get("body", b""))
 
-        response = await respond(backend, ask, writer, tools=True)
+        response = await respond(backend, ask, writer, Reading(upstream, ask, None, tools=True))
         await response({"type": "http", "state": {"exchange": ask.exchange}}, AsyncMock(), send)
         await backend.close()
         return [json.loads(line[6:]) for line in b"".join(sent).splitlines() if line.startswith(b"data: ")]
@@ -151,10 +160,13 @@ def test_a_response_that_fails_says_so_as_its_last_event() -> None:
     assert response.output_text == "some"
 
 
-@given(PIECES, st.sampled_from(["stop", "length"]))
-def test_events_of_a_message_add_up_to_it(parts: list[Any], reason: str) -> None:
+@given(PIECES, st.sampled_from(["stop", "length"]), THOUGHTS)
+def test_events_of_a_message_add_up_to_it(parts: list[Any], reason: str, thoughts: list[str]) -> None:
     writer = MessageWriter(asked(), StopText(()))
-    events = [event for said in pieces_of(parts, reason) for event in writer.push(said)]
+    events = [event for said in pieces_of(parts, reason, thoughts) for event in writer.push(said)]
+    types = pytest.importorskip("anthropic.types")
+    for event in events:
+        TypeAdapter(types.RawMessageStreamEvent).validate_python(event)
     kinds = [event["type"] for event in events]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
     assert events[0]["message"]["content"] == []
@@ -168,12 +180,13 @@ def test_events_of_a_message_add_up_to_it(parts: list[Any], reason: str) -> None
                 grown.append("")
             case "content_block_delta":
                 delta = event["delta"]
-                grown[-1] += delta["text"] if delta["type"] == "text_delta" else delta["partial_json"]
+                grown[-1] += delta[WORDS[delta["type"]]]
         is_open = event["type"] != "content_block_stop"
     assert not is_open
     whole = writer.whole()
-    assert [block["text"] if block["type"] == "text" else ARGUMENTS for block in whole["content"]] == grown
-    assert "".join(grown) == "".join(part if isinstance(part, str) else ARGUMENTS for part in parts)
+    types.Message.model_validate(whole)
+    assert [block.get("text", block.get("thinking", ARGUMENTS)) for block in whole["content"]] == grown
+    assert "".join(grown) == "".join(thoughts) + "".join(part if isinstance(part, str) else ARGUMENTS for part in parts)
     called = any(block["type"] == "tool_use" for block in whole["content"])
     assert whole["stop_reason"] == ("max_tokens" if reason == "length" else "tool_use" if called else "end_turn")
     assert whole["usage"] == events[-2]["usage"]

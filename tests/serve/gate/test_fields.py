@@ -70,7 +70,7 @@ def of_user(*parts: Any) -> dict[str, Any]:
             "tools.0.input_schema",
             'schema: it needs "type"',
         ),
-        (ResponseBody, {"reasoning": {"effort": "low"}}, "reasoning", "should be null, not {"),
+        (ResponseBody, {"prompt": {"id": "p"}}, "prompt", "should be null, not {"),
         (
             ResponseBody,
             {"text": {"format": {"type": "json_schema"}}},

@@ -1,0 +1,99 @@
+"""An answer's text as it comes apart: what is thought, what is said, and which tools are called."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penjing.serve.front.answers import Ask
+from penjing.serve.front.backend import Backend
+from penjing.serve.front.bodies import ChatBody
+from penjing.serve.front.thoughts import Thinker, ThoughtReader
+from penjing.serve.front.tools import CallReader, Part
+from penjing.serve.front.upstream import Upstream
+from penjing.serve.gate.errors import ApiError
+
+
+class AnswerReader:
+    """Takes the text of one answer.
+
+    Args:
+        thoughts: of a model that thinks.
+        tools: whether it may call some.
+        partial: see `CallReader`.
+    """
+
+    def __init__(self, thoughts: ThoughtReader | None, *, tools: bool, partial: bool) -> None:
+        self._thoughts = thoughts
+        self._calls = CallReader(partial=partial) if tools else None
+        self.thought: list[str] = []
+        """All that has been thought."""
+
+    def push(self, text: str, *, last: bool = False) -> tuple[str, list[Part]]:
+        """New text; what is new of the thought, and behind it what is said and called. `last`: none comes after it."""
+        thought = ""
+        if self._thoughts is not None:
+            thought, text = self._thoughts.push(text, last=last)
+        if thought:
+            self.thought.append(thought)
+        if self._calls is not None:
+            return thought, self._calls.push(text, last=last)
+        return thought, [text] if text else []
+
+    @property
+    def thinks(self) -> bool:
+        """Whether a thought has begun and not ended."""
+        return self._thoughts is not None and self._thoughts.inside
+
+    @property
+    def is_cut(self) -> bool:
+        """See `CallReader`."""
+        return self._calls is not None and self._calls.is_cut
+
+    @property
+    def calls(self) -> bool:
+        """Whether the answer ends with calls that are complete."""
+        return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_cut
+
+
+class Reading:
+    """How the answers to one request are read; see `of`."""
+
+    def __init__(self, upstream: Upstream, ask: Ask, thinking: Thinker | None, *, tools: bool) -> None:
+        self._upstream, self._ask, self._thinking, self._tools = upstream, ask, thinking, tools
+
+    @classmethod
+    async def of(cls, backend: Backend, ask: Ask, body: ChatBody, setting: str = "reasoning_effort") -> Reading:
+        """Of what a chat is asked for. Where the marks of a thought are control tokens, the engine shows them.
+
+        Args:
+            setting: what the client calls `reasoning_effort`.
+
+        Raises:
+            ApiError: the model is to think and cannot.
+        """
+        upstream, sampling = backend.upstream(ask.model), ask.sampling
+        thinking = await upstream.thinking()
+        if body.reasoning_effort not in (None, "none") and not thinking.thinks:
+            text = f"{ask.model.id} does not think before it answers; leave {setting} out."
+            raise ApiError(400, text, code="unsupported", param=setting)
+        if thinking.thinks:
+            ask.thought_tokens = 0
+        guided = sampling.get("guided")
+        # A form holds from the first token on, so that there is no thought before it.
+        split = thinking.thinks and (guided is None or guided["kind"] == "tools")
+        if split and thinking.special:
+            split = not sampling.setdefault("skip_special_tokens", False)
+        return cls(upstream, ask, thinking if split else None, tools=bool(body.offered))
+
+    def reader(self, *, partial: bool) -> AnswerReader:
+        """Of one more answer."""
+        variables = self._ask.sampling.get("chat_template_kwargs", {})
+        thoughts = None if self._thinking is None else self._thinking.reader(variables)
+        return AnswerReader(thoughts, tools=self._tools, partial=partial)
+
+    async def count(self, reader: AnswerReader) -> None:
+        """Add the tokens of what was thought to those of the request, for its usage."""
+        if reader.thought:
+            tokenizer = await self._upstream.tokenizer()
+            tokens = await asyncio.to_thread(tokenizer.encode_beside, "".join(reader.thought), False)
+            self._ask.thought_tokens = (self._ask.thought_tokens or 0) + len(tokens)
