@@ -78,6 +78,7 @@ class DecoderStep:
         rotary_scale: float = 1.0,
         attention_cap: float | None = None,
         logit_cap: float | None = None,
+        table_hadamard: int = 0,
     ):
         """Pack the weights.
 
@@ -90,6 +91,7 @@ class DecoderStep:
             positions_PE: (max_positions, hidden) what is added at each position to what enters the first layer.
             rotary_scale: by what queries and keys that the first row rotates grow, as YaRN does it.
             attention_cap, logit_cap: scores and logits become cap × tanh(score / cap); None: they stay.
+            table_hadamard: block of the transform behind the embedding and before the head; 0: none.
 
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -127,7 +129,10 @@ class DecoderStep:
             attention_scale=head_dim**-0.5,
             attention_cap=attention_cap or 0.0,
             logit_cap=logit_cap or 0.0,
+            table_hadamard=table_hadamard,
         )
+        if table_hadamard:
+            check_block(table_hadamard, self.hidden)
         self._set_embedding(model, embedding_VE, lm_head)
         if positions_PE is not None:
             table = positions_PE.detach().float().contiguous()

@@ -76,7 +76,7 @@ def _check_kind(config: DecoderConfig, folder: Path) -> None:
     kinds = {
         "latent attention": config.latent_attention is not None,
         "shared layers": config.shared_layers > 1,
-        "a Hadamard transform": config.mlp_hadamard > 0,
+        "a Hadamard transform": config.mlp_hadamard > 0 or config.table_hadamard > 0,
     }
     if found := [name for name, present in kinds.items() if present]:
         raise InputError(
@@ -170,18 +170,24 @@ def transformed(config: DecoderConfig, transform: Transform) -> DecoderConfig:
     """The network that a recipe's transforms make of `config`: another one only where they cannot be absorbed.
 
     Raises:
-        ConfigError: `hadamard_down` does not divide the width of every MLP.
+        ConfigError: `hadamard_down` does not divide the width of every MLP, or `hadamard_table` that of the network.
     """
-    if not transform.hadamard_down:
-        return config
-    values = config.model_dump() | {"model_type": "penjing", "mlp_hadamard": transform.hadamard_down}
-    try:
-        return DecoderConfig.model_validate(values)
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        largest = min(size & -size for size in config.intermediate_sizes or (config.intermediate_size,))
-        fits = f"take {min(largest, MAX_BLOCK)}, or 0" if largest > 1 and config.moe is None else "leave it 0"
-        raise ConfigError(f"{why.replace('mlp_hadamard', 'transform.hadamard_down')}; {fits}") from None
+    widths = {
+        "mlp_hadamard": config.intermediate_sizes or (config.intermediate_size,),
+        "table_hadamard": (config.hidden_size,),
+    }
+    for name, setting in (("mlp_hadamard", "hadamard_down"), ("table_hadamard", "hadamard_table")):
+        if not (block := getattr(transform, setting)):
+            continue
+        try:
+            config = DecoderConfig.model_validate(config.model_dump() | {"model_type": "penjing", name: block})
+        except ValidationError as error:
+            why = error.errors()[0]["msg"].removeprefix("Value error, ")
+            largest = min(size & -size for size in widths[name])
+            plain = config.moe is None or name != "mlp_hadamard"
+            fits = f"take {min(largest, MAX_BLOCK)}, or 0" if largest > 1 and plain else "leave it 0"
+            raise ConfigError(f"{why.replace(name, f'transform.{setting}')}; {fits}") from None
+    return config
 
 
 def linear_modules(config: DecoderConfig) -> list[str]:

@@ -35,6 +35,13 @@ class Transform(Config):
         description="Block of channels, such as 64, that is transformed before down_proj while the network runs; 0 for "
         "none. It cannot be absorbed: only penjing and its ONNX files compute it.",
     )
+    hadamard_table: int = Field(
+        default=0,
+        ge=0,
+        description="Block of channels, such as 128, that is transformed behind the embedding and before the LM head "
+        "while the network runs, whose rows then round better; 0 for none. Only penjing computes it. Where `rotate` "
+        "spreads outliers it gains nothing.",
+    )
     search_steps: int = Field(
         default=60,
         ge=0,

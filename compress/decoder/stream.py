@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import ConfigError
 from penjing.core.models.attention import Attend, causal_attention
-from penjing.core.models.decoder import Decoder, DecoderLayer, capped_logits
+from penjing.core.models.decoder import Decoder, DecoderLayer, capped_logits, table_basis
 from penjing.core.models.rope import inverse_frequencies, layer_angles
 from penjing.core.models.tensor_names import POSITIONS
 from penjing.core.runtime.embedding import stored_table, tied_name
@@ -68,6 +68,7 @@ class LayerStream:
             embedded = stored_table(self.stored, self.config.tie_word_embeddings).rows(windows_WT)
         else:
             embedded = F.embedding(windows_WT, self.stored(EMBEDDING)).to(torch.float32)
+        embedded = table_basis(embedded, self.config)
         if self.config.learned_positions:
             embedded = embedded + self.stored(POSITIONS)[: windows_WT.shape[1]].to(torch.float32)
         return embedded
@@ -160,7 +161,7 @@ class LayerStream:
             head = quantized_linear("lm_head", self.schemes["lm_head"], self.stored)
         else:
             head = partial(F.linear, weight=self.head_weight().to(torch.float32), bias=self.head_bias())
-        return lambda x_RE: capped_logits(head(x_RE), self.config)
+        return lambda x_RE: capped_logits(head(table_basis(x_RE, self.config)), self.config)
 
     def floating_head(self) -> Callable[[Tensor], Tensor]:
         """`stored_head` with its weight widened, so that what it reads is not rounded."""
@@ -169,7 +170,7 @@ class LayerStream:
         else:
             weight_VE = self.head_weight().to(torch.float32)
         bias_V, config = self.head_bias(), self.config
-        return lambda x_RE: capped_logits(F.linear(x_RE, weight_VE, bias_V), config)
+        return lambda x_RE: capped_logits(F.linear(table_basis(x_RE, config), weight_VE, bias_V), config)
 
     def head_bias(self) -> Tensor | None:
         """(V,) float32 of the LM head, if it has one."""

@@ -45,10 +45,12 @@ def export_decoder(
     """
     checkpoint, _ = open_decoder_weights(folder)
     _check_four_bits(folder, form, checkpoint.quantization)
-    if form != "onnx" and checkpoint.config.mlp_hadamard:
+    blocks = {"down": checkpoint.config.mlp_hadamard, "table": checkpoint.config.table_hadamard}
+    if form != "onnx" and any(blocks.values()):
+        settings = " and ".join(f"transform.hadamard_{name}=0" for name, block in blocks.items() if block)
         raise InputError(
             f"{folder} has a Hadamard transform, which {form} does not: penjing and its ONNX files compute it. For "
-            "another engine compress with transform.hadamard_down=0"
+            f"another engine compress with {settings}"
         )
     if form == "gguf":
         return _gguf(checkpoint, out, progress)

@@ -26,7 +26,7 @@ class Seeing(nn.Module):
         self, tokens_BT: Tensor, images: Tensor, logit_rows: Tensor | None = None, seen: Tensor | None = None
     ) -> Tensor:
         """See `VisionLanguage`."""
-        embedded = self.decoder.model.embed_tokens(tokens_BT).to(torch.float32)
+        embedded = self.decoder.model.embed(tokens_BT).to(torch.float32)
         here = (tokens_BT == self.sight.config.image_token_id)[..., None]
         rows = self.sight(images)
         rows = rows if seen is None else rows[seen]

@@ -62,6 +62,12 @@ class DecoderConfig(Config):
     mlp_hadamard: Whole = Field(
         default=0, ge=0, description="Block of down_proj's input that a Hadamard transform rotates; 0: none."
     )
+    table_hadamard: Whole = Field(
+        default=0,
+        ge=0,
+        description="Block of channels that a Hadamard transform rotates behind the embedding and before the LM head, "
+        "whose rows are in that basis; 0: none.",
+    )
     qk_norm: Flag = Field(
         default=False,
         description="Whether queries and keys pass an RMSNorm over a head before they are rotated (Qwen3).",
@@ -218,6 +224,10 @@ class DecoderConfig(Config):
 
     @model_validator(mode="after")
     def _hadamard_fits(self) -> DecoderConfig:
+        block = self.table_hadamard
+        if block and (block & (block - 1) or not 2 <= block <= 256 or self.hidden_size % block):
+            size = self.hidden_size
+            raise ValueError(f"table_hadamard={block}: a power of two from 2 to 256 is needed that divides {size}")
         block = self.mlp_hadamard
         if not block:
             return self
@@ -233,9 +243,9 @@ class DecoderConfig(Config):
         found = self.departures()
         if found and self.model_type != "penjing":
             raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
-        of_attention = ("attention_sinks", "qk_norm_over", "rotary_pairs")  # beside experts, too
+        elsewhere = ("attention_sinks", "qk_norm_over", "rotary_pairs", "table_hadamard")  # not where experts are
         alone = self.latent_attention is None and self.shared_layers == 1
-        beside = [each for each in found if not (alone and each.startswith(of_attention))]
+        beside = [each for each in found if not (alone and each.startswith(elsewhere))]
         if beside and (not alone or self.moe is not None):
             raise ValueError(f"{', '.join(beside)}: not beside moe, latent_attention or shared_layers")
         if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:
@@ -275,6 +285,7 @@ class DecoderConfig(Config):
             "layer_rotary",
             "rotary_pairs",
             "learned_positions",
+            "table_hadamard",
         )
         usual = {name: type(self).model_fields[name].default for name in names}
         found = {name: value for name in names if (value := getattr(self, name)) != usual[name]}

@@ -26,6 +26,7 @@ from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies, layer_angles
 from penjing.kernels.cross_entropy import linear_cross_entropy
+from penjing.kernels.hadamard import hadamard
 from penjing.kernels.scored_attention import soft_cap
 
 
@@ -94,9 +95,13 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("inverse_frequency", inverse_frequencies(config), persistent=False)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """(…, E) what the first layer reads of tokens (…) int64."""
+        return table_basis(self.embed_tokens(token_ids), self.config)
+
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, embedded: Tensor | None = None) -> Tensor:
         # The embedding may be stored in half precision; activations follow the norms.
-        x = (self.embed_tokens(token_ids) if embedded is None else embedded).to(self.norm.weight.dtype)
+        x = (self.embed(token_ids) if embedded is None else embedded).to(self.norm.weight.dtype)
         if self.config.learned_positions:
             x = x + self.embed_positions(positions).to(x.dtype)
         angles = layer_angles(self.config, self.inverse_frequency, positions)
@@ -181,13 +186,19 @@ class Decoder(nn.Module):
             logits = self.logits(hidden).flatten(0, -2).float()
             return F.cross_entropy(logits, targets.flatten(), reduction="sum", label_smoothing=label_smoothing)
         if targets is not None:
-            rows, weight = hidden.flatten(0, -2), self.lm_head.weight
+            rows, weight = table_basis(hidden, self.config).to(hidden.dtype).flatten(0, -2), self.lm_head.weight
             return linear_cross_entropy(rows, weight, targets.flatten(), label_smoothing=label_smoothing)
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, E) what the last norm gives → (…, V)."""
-        return capped_logits(self.lm_head(hidden), self.config)
+        return capped_logits(self.lm_head(table_basis(hidden, self.config).to(hidden.dtype)), self.config)
+
+
+def table_basis(x: Tensor, config: DecoderConfig) -> Tensor:
+    """(…, E) between the basis of the layers and that of the embedding's and the head's rows, in either direction;
+    float32 where they differ."""
+    return hadamard(x, config.table_hadamard) if config.table_hadamard else x
 
 
 def capped_logits(logits: Tensor, config: DecoderConfig) -> Tensor:

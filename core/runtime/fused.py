@@ -46,8 +46,8 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
     embedding = backbone.embed_tokens
     table = embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight
     positions = backbone.embed_positions.weight if config.learned_positions else None
-    head = _linear(model.lm_head)
-    return _step(config, layers, table, backbone.norm.weight, head, backbone.inverse_frequency, positions)
+    head, block = _linear(model.lm_head), config.table_hadamard
+    return _step(config, layers, table, backbone.norm.weight, head, backbone.inverse_frequency, positions, block)
 
 
 def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callable[[Tensor], Tensor] | None:
@@ -95,6 +95,7 @@ def _step(
     head: AnyLinear,
     inverse_frequency: Tensor,
     positions: Tensor | None = None,
+    table_hadamard: int = 0,
 ) -> DecoderStep:
     extension = cpu_extension()
     assert extension is not None  # the callers have looked
@@ -114,6 +115,7 @@ def _step(
         rotary_scale=yarn_magnitudes(config.rope_scaling)[0],
         attention_cap=config.attention_cap,
         logit_cap=config.logit_cap,
+        table_hadamard=table_hadamard,
     )
 
 

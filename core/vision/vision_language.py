@@ -116,7 +116,7 @@ class VisionLanguage(nn.Module):
 
     def merged(self, tokens_BT: Tensor, rows_NRE: Tensor) -> Tensor:
         """(B, T, E): embeddings of the tokens, and the rows in place of image tokens."""
-        embedded = self.decoder.model.embed_tokens(tokens_BT)
+        embedded = self.decoder.model.embed(tokens_BT)
         here = (tokens_BT == self.config.image_token_id)[..., None]
         return embedded.masked_scatter(here, rows_NRE.to(embedded.dtype))
 

@@ -106,7 +106,7 @@ struct PjModel {
     float attention_cap;  // scores become cap × tanh(score / cap); 0: they stay
     float logit_cap;      // the same of logits
     int32_t embedding_dtype;
-    int32_t unused;
+    int32_t table_hadamard;  // block of the Hadamard transform behind the embedding and before the head; 0: none
 };
 
 // A low-rank pair beside a linear layer, y += scale × (x · Aᵀ) · Bᵀ; weights in place.

@@ -227,6 +227,8 @@ void Decoder::embed(int64_t begin, int64_t end) {
             const char* from = static_cast<const char*>(model_.embedding) + token * bytes;
             step_.ops->widen_row(from, model_.embedding_dtype, hidden, to);
         }
+        if (model_.table_hadamard && token < model_.vocab)
+            step_.ops->hadamard_row(to, hidden, model_.table_hadamard, to);
         if (model_.positions) {
             const float* added = model_.positions + step_.in.positions[row] * hidden;
             for (int64_t i = 0; i < hidden; ++i) to[i] += added[i];
@@ -256,6 +258,7 @@ void Decoder::logits(const Team& team, const Buffers& own) {
         else
             std::copy_n(left, width, normed);
         if (in.hidden) std::copy_n(normed, width, in.hidden + i * width);
+        if (model_.table_hadamard) ops.hadamard_row(normed, width, model_.table_hadamard, normed);
         layers_.quantize(&model_.head, 1, b.rows, i);
     });
     if (in.top == 0) {

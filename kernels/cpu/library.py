@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 26
+ABI_VERSION = 27
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 TURNED_KEYS = 16  # of turned pages, see `Pages`
 
@@ -110,7 +110,7 @@ class Model(ctypes.Structure):
         ("attention_cap", c_float),
         ("logit_cap", c_float),
         ("embedding_dtype", c_int32),
-        ("unused", c_int32),
+        ("table_hadamard", c_int32),
     )
 
 

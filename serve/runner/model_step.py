@@ -52,6 +52,6 @@ class ModelStep:
             if seen_XE is not None:
                 beyond = ids - self.model.config.vocab_size
                 ids = torch.where(beyond >= 0, 0, ids)
-                embedded = self.model.model.embed_tokens(ids).to(seen_XE.dtype)
+                embedded = self.model.model.embed(ids).to(seen_XE.dtype)
                 embedded[beyond >= 0] = seen_XE[beyond[beyond >= 0]]
             return self.model(ids, positions, pad_values(attend), rows, embedded=embedded)

@@ -228,7 +228,15 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         raise ConfigError(f"parallel.tp={tp}: latent attention is not split by it; use zero = 3")
     if model.qk_norm_over == "all":
         raise ConfigError(f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3")
-    names = ("mlp_gated", "parallel", "head_bias", "logit_cap", "learned_positions", "attention_sinks")
+    names = (
+        "mlp_gated",
+        "parallel",
+        "head_bias",
+        "logit_cap",
+        "learned_positions",
+        "attention_sinks",
+        "table_hadamard",
+    )
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
     if model.moe is not None:

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.attention import causal_attention, document_positions
-from penjing.core.models.decoder import Decoder, capped_logits
+from penjing.core.models.decoder import Decoder, capped_logits, table_basis
 from penjing.core.models.moe import watch_routing
 from penjing.core.models.rope import layer_angles
 from penjing.train.numerics.gradients import gradients_of
@@ -114,7 +114,7 @@ class DecoderStage(nn.Module):
         else:
             positions = document_positions(documents)
         if self.is_first:
-            x = self.model.embed_tokens(x).to(layers[0].dtype)  # pyright: ignore[reportCallIssue]
+            x = table_basis(self.model.embed_tokens(x), self.config).to(layers[0].dtype)  # pyright: ignore[reportCallIssue]
         angles = layer_angles(self.config, self.inverse_frequency, positions)  # pyright: ignore[reportArgumentType]
         with watch_routing() as routings:
             for index, layer in zip(self.layers_here, layers, strict=True):
@@ -123,7 +123,8 @@ class DecoderStage(nn.Module):
             x = self.balancing(x, routings, counted.flatten())
         if not self.is_last:
             return x
-        return capped_logits(self.lm_head(self.model.norm(x)), self.config)  # pyright: ignore[reportCallIssue]
+        x = self.model.norm(x)  # pyright: ignore[reportCallIssue]
+        return capped_logits(self.lm_head(table_basis(x, self.config).to(x.dtype)), self.config)
 
 
 class LocalStages(nn.Module):

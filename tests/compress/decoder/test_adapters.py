@@ -65,7 +65,7 @@ def test_they_add_what_they_add_to_the_original(
     token_ids = torch.randint(0, 320, (4, 24), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         wanted, found = network(source, merged)(token_ids), network(base, tensors)(token_ids)
-        assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+        assert (found - wanted).abs().max() < 5e-5 * wanted.abs().max()
         assert (alone(token_ids) - wanted).abs().max() > 1e-2 * wanted.abs().max()
 
 

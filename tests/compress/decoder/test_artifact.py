@@ -121,6 +121,44 @@ def test_zero_points_are_stored_as_compressed_tensors_has_them(tiny_int8: Path, 
     load_model(out)
 
 
+@pytest.mark.parametrize("rotate", ["false", "true"])  # one table in INT8, or two
+def test_tables_in_another_basis_lose_less(
+    tiny_checkpoint: Path, tmp_path: Path, rotate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = changed_model(tiny_checkpoint, tmp_path / "spread", _stand_out)
+    sets = [f"steps.0.transform.rotate={rotate}", "steps.0.embedding_dtype=int8", "guard.perplexity_ratio=9"]
+    plain, turned = (
+        run_recipe(
+            write_recipe(tmp_path, model, tmp_path / f"out{block}"),
+            [*sets, f"steps.0.transform.hadamard_table={block}"],
+        )
+        for block in (0, 64)
+    )
+    config = open_checkpoint(turned).config
+    assert (config.model_type, config.table_hadamard) == ("penjing", 64)
+    assert config.tie_word_embeddings == (rotate == "false")
+    every = torch.arange(config.vocab_size)
+    wanted = load_model(model).model.model.embed(every)
+    if rotate == "false":  # else the residual stream is in another basis, too
+        errors = [(load_model(out).model.model.embed(every) - wanted).square().mean() for out in (plain, turned)]
+        assert errors[1] < 0.5 * errors[0]
+    ids = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, floating = load_model(turned).model(ids), load_model(model).model(ids)
+    assert (ours - floating).square().mean().sqrt() < 0.1 * floating.std()
+    verify_artifact(turned)
+    for form in ("gguf", "compressed-tensors"):
+        assert _run(["export", str(turned), str(tmp_path / "refused"), "--to", form]) == 3
+        assert "transform.hadamard_table=0" in " ".join(capsys.readouterr().err.split())
+    assert _run(["export", str(turned), str(tmp_path / "refused"), "--to", "onnx"]) == 3
+    assert "table_hadamard=64; plain decoder layers alone" in " ".join(capsys.readouterr().err.split())
+
+
+def _stand_out(tensors: dict[str, torch.Tensor]) -> None:
+    table_VE = tensors["model.embed_tokens.weight"]  # in each row another channel, so that no smoothing helps
+    table_VE[torch.arange(len(table_VE)), 7 * torch.arange(len(table_VE)) % table_VE.shape[1]] *= 20
+
+
 def test_a_hadamard_transform_stays_in_the_network(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,10 +51,11 @@ def test_an_artifact_is_not_compressed_again(tiny_int8: Path, tmp_path: Path) ->
         run_recipe(write_recipe(tmp_path, tiny_int8, tmp_path / "out"))
 
 
+@pytest.mark.parametrize("name", ["mlp_hadamard", "table_hadamard"])
 def test_a_network_with_a_hadamard_transform_is_not_compressed_again(
-    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
-    model = make_tiny_checkpoint(model_type="penjing", mlp_hadamard=32)
+    model = make_tiny_checkpoint(model_type="penjing", **{name: 32})
     with pytest.raises(InputError, match="has a Hadamard transform"):
         run_recipe(write_recipe(tmp_path, model, tmp_path / "out"))
 
@@ -79,6 +80,7 @@ def test_an_embedding_beyond_float16_is_refused(make_tiny_checkpoint: Callable[.
         (['steps.0.zero_points=["*.down_prj"]'], r"steps.0: zero_points: '\*.down_prj' matches no linear layer"),
         (['steps.0.zero_points=["*.q_proj"]'], r"name all layers that read what model.layers.0.self_attn.q_proj reads"),
         (["steps.0.transform.hadamard_down=64"], r"hadamard_down=64: .* needed that divides 96; take 32, or 0"),
+        (["steps.0.transform.hadamard_table=128"], r"hadamard_table=128: .* needed that divides 64; take 64, or 0"),
         (["steps.0.transform.hadamard_down=3"], r"hadamard_down=3: a power of two .* take 32"),
     ],
 )

@@ -239,6 +239,14 @@ def test_training_goes_through_a_hadamard_transform(write: Any) -> None:
     assert open_checkpoint(out).config.mlp_hadamard == 32
 
 
+def test_training_goes_through_tables_in_another_basis(write: Any) -> None:
+    out = run_recipe(write("turned", 8, "[steps.transform]\nhadamard_table = 64\n"))
+    verify_artifact(out)
+    losses = json.loads((out / "report.json").read_text())["stages"][-1]["record"]["training"]["losses"]
+    assert losses["first"]["divergence"] < 0.01
+    assert open_checkpoint(out).config.table_hadamard == 64
+
+
 def test_without_training_it_is_the_artifact_of_a_recipe_that_says_nothing_of_it(
     write: Any, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,8 @@ TRANSFORMS = {
     "smooth": {"rotate": False, "smooth_norm": 0.5, "smooth_down": 0.5, "smooth_output": 0.5},
     "all": {"rotate": True, "smooth_norm": 0.7, "smooth_down": 0.6, "smooth_output": 0.6},
     "hadamard": {"rotate": True, "smooth_down": 0.6, "smooth_output": 0.6, "hadamard_down": 32},
+    "turned": {"rotate": False, "smooth_norm": 0.5, "smooth_down": 0, "smooth_output": 0, "hadamard_table": 4},
+    "turned twice": {"rotate": True, "smooth_norm": 0, "smooth_down": 0, "smooth_output": 0, "hadamard_table": 4},
     "signs": {"rotate": False, "smooth_norm": 0.5, "smooth_down": 0.5, "smooth_output": 0.5, "search_steps": 20},
 }
 

@@ -239,6 +239,9 @@ def test_a_config_without_an_architecture_is_refused(overrides: dict[str, Any]) 
         ({"model_type": "penjing", "mlp_hadamard": 64}, "needed that divides 96"),
         ({"model_type": "penjing", "mlp_hadamard": 24}, "a power of two"),
         ({"model_type": "penjing", "mlp_hadamard": 32, "intermediate_sizes": (96, 80)}, "needed that divides 80"),
+        ({"table_hadamard": 32}, "only the model_type 'penjing' has that"),
+        ({"model_type": "penjing", "table_hadamard": 24}, "a power of two"),
+        ({"model_type": "penjing", "table_hadamard": 128}, "needed that divides 64"),
     ],
 )
 def test_a_transform_that_does_not_fit_is_refused(overrides: dict[str, Any], message: str) -> None:

@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         }
     },
     "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
+    "turned table": {"model_type": "penjing", "table_hadamard": 32, "mlp_hadamard": 16},
     "windows": {
         "model_type": "qwen2",
         "attention_bias": True,
