@@ -11,7 +11,7 @@ from penjing.core.checkpoint.load import SEES, LoadedModel, load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
 from penjing.core.models.config import DecoderConfig
-from penjing.core.models.decoder import Decoder
+from penjing.core.models.decoder import Decoder, table_basis
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine, ModelRunner
@@ -145,7 +145,7 @@ def load_network(folder: Path, loaded: LoadedModel, runner: ModelRunner) -> Draf
     if rows is None:
         raise ConfigError("speculate = draft needs an LM head in floating point or INT8; take speculate = lookup")
     runner.keep_hidden()
-    return DraftNetwork(stored, rows)
+    return DraftNetwork(stored, table_basis(rows, loaded.config))
 
 
 def make_runner(

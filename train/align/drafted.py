@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penjing.core.models.attention import Attend, positions_and_attention
 from penjing.core.models.config import DecoderConfig
-from penjing.core.models.decoder import Decoder
+from penjing.core.models.decoder import Decoder, table_basis
 from penjing.core.runtime.draft import Draft, DraftConfig, known_numbers
 
 
@@ -74,7 +74,8 @@ class Drafted(Decoder):
         assert following is not None
         assert owner is not None
         with torch.no_grad():
-            wanted_RK = states.float() @ self.lm_head.weight[self.token_ids].float().T
+            rows_KE = table_basis(self.lm_head.weight[self.token_ids].float(), self.config)
+            wanted_RK = states.float() @ rows_KE.T
         state, known, found = states, self.numbers[following], list[Guess]()
         place = torch.arange(len(following), device=following.device)
         for ahead in range(1, guesses + 1):

@@ -13,6 +13,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.draft import save_draft
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError
+from penjing.core.models.decoder import table_basis
 from penjing.core.progress import Progress, typed
 from penjing.core.runtime.draft import DraftConfig
 from penjing.train.align.drafted import Drafted
@@ -73,9 +74,9 @@ class DraftTuning(RolloutTuning):
             if name == "draft.norm.weight":  # the decoder's state has passed its own last norm
                 return Constant(float(self._of_decoder("model.norm.weight").pow(2).mean().sqrt()))
             if name == "draft.lm_head.weight":
-                return Given(self._of_decoder(self._head)[self._token_ids])
+                return Given(self._known_rows(self._head))
             if name == "draft.embed_tokens.weight":
-                rows = self._of_decoder("model.embed_tokens.weight")[self._token_ids]
+                rows = self._known_rows("model.embed_tokens.weight")
                 return Given(torch.cat([rows, rows.mean(0, keepdim=True)]))
             if name.endswith("down_proj.weight"):
                 return Constant(0.0)
@@ -89,6 +90,10 @@ class DraftTuning(RolloutTuning):
 
     def _of_decoder(self, name: str) -> Tensor:
         return open_checkpoint(self._tokenizer).get(name).float()
+
+    def _known_rows(self, name: str) -> Tensor:
+        """The rows of the known tokens of a table of the decoder's, in the basis of its layers."""
+        return table_basis(self._of_decoder(name)[self._token_ids], self.config)
 
     def _copied_bytes(self, world: World) -> int:
         answers = self._algorithm.answers
