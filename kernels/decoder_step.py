@@ -41,17 +41,6 @@ from penjing.kernels.step_layers import (
 # Rows of the rotary table at first; it doubles when a position lies beyond.
 FIRST_POSITIONS = 4096
 MAX_TOP = 1024
-PROBLEMS = {
-    -1: "there is no memory for the working buffers",
-    -2: "the block table holds an id outside the cache",
-    -3: "a token id lies outside the vocabulary and the rows of images",
-    -4: "a position is negative or lies beyond the longest context",
-    -5: "a slot lies outside the cache",
-    -6: "a logit row lies outside the step's rows",
-    -8: "an adapter's slot is free or there is none",
-    -9: "rows that choose blocks of keys have no window besides, and each has summaries",
-    -7: "cu_query_S1 must rise from 0 to T, with 1 ≤ queries ≤ context_len ≤ the keys that the block table holds",
-}
 
 
 class DecoderStep:
@@ -318,9 +307,9 @@ class DecoderStep:
                 self._grow_positions(min(max(longest, 2 * self._model.num_positions), self.max_positions))
                 result = self._call(step)
         if result == -1:
-            raise MemoryError(PROBLEMS[result])
+            raise MemoryError(abi.STEP_PROBLEMS[result])
         if result:
-            raise ValueError(PROBLEMS[result])
+            raise ValueError(abi.STEP_PROBLEMS[result])
 
     def _add_key_blocks(self, step: abi.StepInput, key_blocks: StepBlocks, kv_pool: Tensor) -> None:
         blocks, (_, _, num_blocks, kv_heads, block_size, head_dim) = key_blocks.blocks, kv_pool.shape

@@ -9,6 +9,18 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 ABI_VERSION = 27
+STEP_PROBLEMS = {
+    -1: "there is no memory for the working buffers",
+    -2: "the block table holds an id outside the cache",
+    -3: "a token id lies outside the vocabulary and the rows of images",
+    -4: "a position is negative or lies beyond the longest context",
+    -5: "a slot lies outside the cache",
+    -6: "a logit row lies outside the step's rows",
+    -8: "an adapter's slot is free or there is none",
+    -9: "rows that choose blocks of keys have no window besides, and each has summaries",
+    -7: "cu_query_S1 must rise from 0 to T, with 1 ≤ queries ≤ context_len ≤ the keys that the block table holds",
+}
+"""What a refused step of the decoder returns."""
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 TURNED_KEYS = 16  # of turned pages, see `Pages`
 
