@@ -134,13 +134,10 @@ def compress_head(
     x_ME = F.rms_norm(sample_ME, new_norm_E.shape, new_norm_E, stream.config.rms_norm_eps)
     scale_E = torch.ones_like(norm_E)
     tied, block = one_table(settings, stream.config), settings.transform.hadamard_table
-    alpha = (
-        (0.0 if block else TABLE_ALPHA)
-        if tied
-        else 0.0
-        if settings.keeps("lm_head")
-        else settings.transform.smooth_norm
-    )
+    if tied:
+        alpha = 0.0 if block else TABLE_ALPHA  # a transform spreads outliers better
+    else:
+        alpha = 0.0 if settings.keeps("lm_head") else settings.transform.smooth_norm
     if alpha > 0:
         if tied:
             square_E = torch.stack([rows(start).square().sum(dim=0) for start in starts]).sum(dim=0)

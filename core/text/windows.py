@@ -1,7 +1,7 @@
 """Windows of text, each of which a decoder reads afresh.
 
 A decoder whose tokenizer puts a token before every text has learnt to read no text without it: its first layers rest
-their attention there, and Gemma 3 270M guesses the next token of French two and a half times worse where it is missing.
+their attention there, and Gemma 3 270M guesses the next token of French 2.3 times worse where it is missing.
 So a window begins as a text does, wherever it was cut.
 """
 

@@ -73,8 +73,9 @@ class Chat:
         return last
 
     def _add(self, **values: Any) -> ChatMessage:
-        if values["role"] == "assistant" and self._thought:
-            values["reasoning_content"], self._thought = self._thought, ""
+        thought, self._thought = self._thought, ""  # of whom nobody spoke next it is nobody's
+        if values["role"] == "assistant" and thought:
+            values["reasoning_content"] = thought
         self.messages.append(ChatMessage.model_construct(**values))
         return self.messages[-1]
 

@@ -7,7 +7,7 @@ import asyncio
 from penjing.serve.front.answers import Ask
 from penjing.serve.front.backend import Backend
 from penjing.serve.front.bodies import ChatBody
-from penjing.serve.front.thoughts import Thinker, ThoughtReader
+from penjing.serve.front.thoughts import ThoughtReader
 from penjing.serve.front.tools import CallReader, Part
 from penjing.serve.front.upstream import Upstream
 from penjing.serve.gate.errors import ApiError
@@ -56,10 +56,14 @@ class AnswerReader:
 
 
 class Reading:
-    """How the answers to one request are read; see `of`."""
+    """How the answers to one request are read; see `of`.
 
-    def __init__(self, upstream: Upstream, ask: Ask, thinking: Thinker | None, *, tools: bool) -> None:
-        self._upstream, self._ask, self._thinking, self._tools = upstream, ask, thinking, tools
+    Args:
+        begun: whether they begin inside of a thought; None of a model without thoughts.
+    """
+
+    def __init__(self, upstream: Upstream, ask: Ask, begun: bool | None, *, tools: bool) -> None:
+        self._upstream, self._ask, self._begun, self._tools = upstream, ask, begun, tools
 
     @classmethod
     async def of(cls, backend: Backend, ask: Ask, body: ChatBody, setting: str = "reasoning_effort") -> Reading:
@@ -83,12 +87,12 @@ class Reading:
         split = thinking.thinks and (guided is None or guided["kind"] == "tools")
         if split and thinking.special:
             split = not sampling.setdefault("skip_special_tokens", False)
-        return cls(upstream, ask, thinking if split else None, tools=bool(body.offered))
+        begun = await thinking.begun(sampling.get("chat_template_kwargs", {})) if split else None
+        return cls(upstream, ask, begun, tools=bool(body.offered))
 
     def reader(self, *, partial: bool) -> AnswerReader:
         """Of one more answer."""
-        variables = self._ask.sampling.get("chat_template_kwargs", {})
-        thoughts = None if self._thinking is None else self._thinking.reader(variables)
+        thoughts = None if self._begun is None else ThoughtReader(begun=self._begun)
         return AnswerReader(thoughts, tools=self._tools, partial=partial)
 
     async def count(self, reader: AnswerReader) -> None:

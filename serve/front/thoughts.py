@@ -6,6 +6,8 @@ write the first mark at the end of the prompt, so that an answer begins with a t
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -115,19 +117,20 @@ class Thinker:
         """Whether the template knows thoughts."""
         return self._template is not None
 
-    def reader(self, variables: dict[str, Any]) -> ThoughtReader | None:
-        """For an answer to a conversation that is written with these `variables`; None of a model without thoughts.
+    async def begun(self, variables: dict[str, Any]) -> bool:
+        """Whether answers to conversations that are written with these `variables` begin inside of a thought.
 
-        The template is tried once for each, which takes as long as the engine takes for the request.
+        The template is tried once for each, beside the loop: a client may give it much to write.
         """
-        if self._template is None:
-            return None
-        key = json.dumps(variables, sort_keys=True)
-        if key not in self._begun:
+        assert self._template is not None, "it thinks"
+        plain = {name: value for name, value in variables.items() if name != "tools"}
+        key = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+        if (found := self._begun.get(key)) is None:
+            found = await asyncio.to_thread(begins_inside, self._template, plain)
             if len(self._begun) >= 64:  # a client may name its variables anything
                 self._begun.clear()
-            self._begun[key] = begins_inside(self._template, variables)
-        return ThoughtReader(begun=self._begun[key])
+            self._begun[key] = found
+        return found
 
 
 def _held_back(text: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penjing.core.config import Config, parse_config
 from penjing.core.errors import ConfigError, InputError
@@ -47,6 +47,12 @@ class ShardIndex(Config):
     )
     source: dict[str, Any] = Field(default_factory=dict, description="What the tokens were made from.")
     splits: dict[str, tuple[ShardFile, ...]] = Field(description="The files of each split, in order.")
+
+    @model_validator(mode="after")
+    def _begins_within(self) -> ShardIndex:
+        if wrong := [token for token in self.begin_of_text if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"begin_of_text: {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+        return self
 
 
 class ShardWriter:

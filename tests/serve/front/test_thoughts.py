@@ -188,6 +188,8 @@ def test_a_template_may_begin_a_thought_for_some_variables_alone(folders: dict[s
         front.script.pieces = ["a", "</think>b"]
         assert streamed(front, CHAT, chat_template_kwargs={"thinking": True}) == ("a", "b")
         assert streamed(front, CHAT) == ("", "a</think>b")
+        for number in range(70):  # what a client names is not kept for ever
+            assert whole(front, CHAT, chat_template_kwargs={"thinking": True, "x": number}) == ("a", "b")
 
 
 def test_a_form_leaves_no_room_for_a_thought(r1: ScriptedFront) -> None:
@@ -238,6 +240,9 @@ def test_what_was_thought_before_reaches_the_template(qwen: ScriptedFront) -> No
     ):
         assert whole(qwen, path, **more) == ("", "Hi")
         assert qwen.script.asked["messages"] == [turns[0], before, turns[2]]
+    lost = [items[1], items[3], items[2], items[0]]  # no answer stands behind the thought
+    assert whole(qwen, RESPONSES, input=lost) == ("", "Hi")
+    assert all("reasoning_content" not in message for message in qwen.script.asked["messages"])
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "1", "output": "z"}
     assert whole(qwen, RESPONSES, input=[items[0], items[1], call, result]) == ("", "Hi")

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.chunks import ChunkRows, cut, seams
-from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, write_index
+from penjing.train.data.shards import ShardIndex, ShardWriter, TokenShards, read_index, write_index
 from penjing.train.data.stream import one_pass, shuffled
+from penjing.train.data.tokens import TokenRows
 from penjing.train.objective.objective import IGNORED
 
 END, LINE, STOP = 0, 1, 2
@@ -56,6 +57,24 @@ def test_every_token_is_a_target_once(
         assert END not in known[1:] or overlap == 0 or known[0] == END  # nothing of an earlier document
         assert len(known) - 1 <= overlap
         assert len(known) - 1 == overlap or context == 0 or tokens[context] == END
+
+
+def test_rows_begin_as_a_text_does(tmp_path: Path) -> None:
+    shards = shards_of(tmp_path, list(range(41)), (50, 51))
+    rows = TokenRows(shards, 10, document_mask=True)
+    assert len(rows) == 5
+    batch = rows.read([0, 4])
+    for name, more in (("tokens", 0), ("targets", 1)):
+        before = [50, 51] if name == "tokens" else [IGNORED] * 2
+        assert batch[name].tolist() == [[*before, *range(first + more, first + more + 8)] for first in (0, 32)]
+    assert batch["documents"].shape == (2, 10)
+    with pytest.raises(ConfigError, match=r"data\.sequence_length=2 has no room behind what begins a text"):
+        TokenRows(shards, 2)
+    text = (tmp_path / "index.json").read_text()
+    for wrong in (-1, 100):
+        (tmp_path / "index.json").write_text(text.replace("50,", f"{wrong},", 1))
+        with pytest.raises(InputError, match=f"{wrong} is outside the vocabulary"):
+            read_index(tmp_path)
 
 
 def test_windows_end_at_the_best_seam(tmp_path: Path) -> None:

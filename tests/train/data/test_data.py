@@ -146,21 +146,6 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
     assert sorted(batch["tokens"][:, 0].tolist()) == [0, 8, 16, 24, 32]  # an epoch has every row once
 
 
-def test_rows_begin_as_a_text_does(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "x", list(range(41)))
-    index = read_index(folder)
-    write_index(folder, index.model_copy(update={"begin_of_text": (50, 51)}))
-    rows = TokenRows(TokenShards(folder, "train"), 10, document_mask=True)
-    assert len(rows) == 5
-    batch = rows.read([0, 4])
-    for name, more in (("tokens", 0), ("targets", 1)):
-        before = [50, 51] if name == "tokens" else [IGNORED] * 2
-        assert batch[name].tolist() == [[*before, *range(first + more, first + more + 8)] for first in (0, 32)]
-    assert batch["documents"].shape == (2, 10)
-    with pytest.raises(ConfigError, match=r"data\.sequence_length=2 has no room behind what begins a text"):
-        TokenRows(TokenShards(folder, "train"), 2)
-
-
 def test_documents_end_with_their_end_of_text(tmp_path: Path) -> None:
     shards = TokenShards(write_shards(tmp_path / "x", [7, 0, 5, 6, 0, 0, 8, 9, 0, 4]), "train")
     stream = shuffled(TokenRows(shards, 9, document_mask=True), batch_size=1, micro_batch=1)
