@@ -1,4 +1,4 @@
-"""Measure caches of keys and values in float16 and INT8 against float32: perplexity, bytes, attention, decoder steps.
+"""Measure caches of keys and values in float16, bfloat16 and INT8 against float32: perplexity, bytes, attention, decoder steps.
 
     python benchmarks/run_kv_cache.py build/smollm2-int8
     python benchmarks/run_kv_cache.py build/smollm2-int8 --only perplexity --text essays
@@ -36,9 +36,9 @@ from penjing.kernels.decoder_step import DecoderStep
 from penjing.serve.engine.config import KvDtype
 from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
 
-DTYPES: tuple[KvDtype, ...] = ("float32", "float16", "int8")
+DTYPES: tuple[KvDtype, ...] = ("float32", "float16", "bfloat16", "int8")
 FLOAT_CACHE = "float32 cache"
-PAGES: dict[KvDtype, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+PAGES: dict[KvDtype, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MANUAL = "manual"  # Python's, as calibration's own
 CHUNK = 256  # tokens of a window that share a step: later ones read what earlier steps stored
 

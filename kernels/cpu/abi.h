@@ -154,7 +154,7 @@ struct PjPages {
     int64_t head_dim;
     int8_t* summary;  // both or none
     float* summary_scale;
-    int32_t dtype;  // PjDtype: PJ_F32, PJ_F16 or PJ_INT8
+    int32_t dtype;  // PjDtype: PJ_F32, PJ_F16, PJ_BF16 or PJ_INT8
     // Each 16 keys of a page lie by dimension, as scores read them: (words, 16 keys), a word being one dimension, or four
     // in INT8. block_size is a multiple of 16 then. Values and scales lie by token all the same.
     int32_t turned;

@@ -16,6 +16,7 @@ struct Working {
     void* q;  // floats, or 16-bit whole numbers with `q_scale`
     float* q_scale;
     float* keys;
+    float* values;
     float* out;
     float* peak;
     float* total;
@@ -35,6 +36,7 @@ Working carve(float* scratch, const AttentionPlan& plan) {
     w.q = carver.take<float>(count);
     w.q_scale = carver.take<float>(r);
     w.keys = carver.take<float>(static_cast<size_t>(TILE_KEYS * head_dim));
+    w.values = carver.take<float>(static_cast<size_t>(TILE_KEYS * head_dim));
     w.out = carver.take<float>(count);
     w.peak = carver.take<float>(r);
     w.total = carver.take<float>(r);
@@ -64,8 +66,13 @@ Partial partial_of(float* base, int64_t tile, int64_t rows, int64_t head_dim) {
     return {peak, peak + rows, peak + 2 * rows};
 }
 
-int64_t query_bytes(const PjPages& pages) {
-    return static_cast<int64_t>(pages.k_scale ? sizeof(int16_t) : sizeof(float));
+int64_t query_bytes(const PjPages& pages, bool tiles) {
+    return static_cast<int64_t>(pages.k_scale || tiles ? sizeof(int16_t) : sizeof(float));
+}
+
+bool goes_by_tiles(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call, const AttentionPlan::Item& item) {
+    const AttentionShape& shape = plan.shape();
+    return ops.by_tiles(call.pages.dtype, shape.head_dim, item.num_tokens * (shape.num_heads / shape.num_kv_heads));
 }
 
 // The item's queries, times scale × log2(e); the heads of a group lie side by side.
@@ -73,11 +80,13 @@ void take_queries(const Ops& ops, const AttentionPlan& plan, const AttentionCall
                   const Working& w) {
     const int64_t head_dim = plan.shape().head_dim, group = plan.shape().num_heads / plan.shape().num_kv_heads;
     const float factor = call.scale * LOG2_E;
+    const bool tiles = goes_by_tiles(ops, plan, call, item);
     for (int64_t token = 0; token < item.num_tokens; ++token) {
         const float* from = call.q + (item.first_row + token) * call.ldq + item.kv_head * group * head_dim;
         for (int64_t i = 0; i < group * head_dim; i += 16) __builtin_prefetch(from + 4 * call.ldq + i);
         if (!call.pages.k_scale) {
-            ops.scale_row(from, factor, group * head_dim, static_cast<float*>(w.q) + token * group * head_dim);
+            ops.take_heads(from, factor, group, head_dim, call.pages.dtype, tiles,
+                           static_cast<char*>(w.q) + token * group * head_dim * query_bytes(call.pages, tiles));
             continue;
         }
         for (int64_t row = token * group; row < (token + 1) * group; ++row, from += head_dim)
@@ -100,11 +109,12 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
             w.chosen[token * group + head] = static_cast<uint8_t>(chosen_of(plan, call, item, token, tile));
         }
     }
-    const bool int8 = call.pages.k_scale != nullptr;
+    const bool int8 = call.pages.k_scale != nullptr, tiles = goes_by_tiles(ops, plan, call, item);
     const int head_dim = static_cast<int>(shape.head_dim);
     TileKeys keys = ops.turn_keys({rows.k, ahead_k, w.keys, static_cast<int>(sight.key_end), int8 ? head_dim / 4 : head_dim,
                                    static_cast<int>((sight.last - sight.first) * group), sight.chosen,
-                                   call.pages.dtype == PJ_F16, call.pages.turned != 0});
+                                   call.pages.dtype, call.pages.turned != 0, tiles});
+    TileValues values{w.values, static_cast<int>(sight.key_begin), static_cast<int>(sight.key_end), sight.chosen, false};
     for (int64_t first = sight.first; first < sight.last; ahead_v = nullptr, keys.ahead = nullptr) {
         // Tokens that see none of the tile stay as they are; they lie between others where rows choose.
         int64_t last = first;
@@ -114,11 +124,11 @@ void attend(const Ops& ops, const AttentionPlan& plan, const AttentionCall& call
             continue;
         }
         const int64_t row = first * group;
-        const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages);
-        ops.attend_tile({q, w.q_scale + row, &keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, ahead_v,
+        const char* q = static_cast<const char*>(w.q) + row * head_dim * query_bytes(call.pages, tiles);
+        ops.attend_tile({q, w.q_scale + row, &keys, int8 ? rows.k_scale : nullptr, rows.v_scale, rows.v, &values, ahead_v,
                          w.low + row, w.high + row, call.masks ? w.chosen + row : nullptr, state.peak + row,
                          state.total + row, state.out + row * head_dim, static_cast<int>((last - first) * group), head_dim,
-                         call.pages.dtype, call.cap * LOG2_E});
+                         call.pages.dtype, tiles, call.cap * LOG2_E});
         first = last;
     }
 }
@@ -235,10 +245,10 @@ void store_turned(const Ops& ops, const PjPages& pages, int64_t row, const float
             int8_t q[PART];
             ops.quantize_row(key, head_dim, reinterpret_cast<uint8_t*>(q), pages.k_scale + row, 0);
             scatter(pages, row, first, q, count);
-        } else if (pages.dtype == PJ_F16) {
-            uint16_t half[PART];
-            ops.narrow_row(key + first, count, half);
-            scatter(pages, row, first, half, count);
+        } else if (pages.dtype != PJ_F32) {
+            uint16_t narrow[PART];
+            ops.narrow_row(key + first, pages.dtype, count, narrow);
+            scatter(pages, row, first, narrow, count);
         } else {
             scatter(pages, row, first, key + first, count);
         }
@@ -277,6 +287,7 @@ void run_attention_items(const Ops& ops, const AttentionPlan& plan, const Attent
         }
         if (states.join(ops, call)) finish(ops, plan, call, *seen.item, states.whole());
     }
+    ops.end_attention();
 }
 
 void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t kv_head, const float* key,
@@ -289,7 +300,7 @@ void store_key_value(const Ops& ops, const PjPages& pages, int64_t slot, int64_t
     }
     const auto store = [&](const float* x, void* to, float* scale) {
         if (scale) ops.quantize_row(x, head_dim, static_cast<uint8_t*>(to) + row * head_dim, scale + row, 0);
-        else if (pages.dtype == PJ_F16) ops.narrow_row(x, head_dim, static_cast<uint16_t*>(to) + row * head_dim);
+        else if (pages.dtype != PJ_F32) ops.narrow_row(x, pages.dtype, head_dim, static_cast<uint16_t*>(to) + row * head_dim);
         else memcpy(static_cast<float*>(to) + row * head_dim, x, static_cast<size_t>(head_dim) * sizeof(float));
     };
     if (key) store(key, pages.k, pages.k_scale);

@@ -16,7 +16,7 @@ import torch
 
 # Sums of 32767 × 127 over more dimensions than this leave 32 bits; dimensions are read four at a time.
 INT8_MAX_HEAD_DIM, INT8_HEAD_DIM_MULTIPLE = 512, 4
-NATIVE = (torch.float32, torch.float16, torch.int8)
+NATIVE = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 FLOAT16_MOST = 65504.0  # what lies beyond is stored as this
 
 
@@ -50,7 +50,7 @@ def page_dtype(pages: torch.Tensor, scale: torch.Tensor | None) -> torch.dtype:
         raise ValueError("an INT8 pool needs kv_scale")
     if scale is not None:
         return torch.int8
-    return torch.float16 if pages.dtype == torch.float16 else torch.float32
+    return pages.dtype if pages.dtype in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def check_cache(

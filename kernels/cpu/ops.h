@@ -60,12 +60,12 @@ inline int64_t turned_place(int64_t row, int64_t d, int64_t head_dim) {
 
 inline int64_t element_bytes(int32_t dtype) { return dtype == PJ_F32 ? 4 : dtype == PJ_INT8 ? 1 : 2; }
 
-// Keys of a tile as scores read them: of each CHOICE_KEYS keys (words, CHOICE_KEYS), where a word is a float, a half, or
-// four dimensions in INT8.
+// Keys of a tile as scores read them: of each CHOICE_KEYS keys (words, CHOICE_KEYS), where a word is a float, 16
+// bits, or four dimensions in INT8; or as attention by tiles reads them.
 struct TileKeys {
     const void* group[TILE_KEYS / CHOICE_KEYS];
     const void* const* ahead;  // TILE_KEYS rows to be fetched while scores are computed; null: nothing
-    bool half;
+    bool narrow;  // 16 bits each, where they lie
 };
 
 // Where the keys of a tile lie, and what turn_keys needs beside them.
@@ -74,22 +74,32 @@ struct KeyRows {
     const void* const* ahead;  // (TILE_KEYS) rows that are read next
     float* room;               // (TILE_KEYS, words)
     int keys;                  // the first so many are read
-    int words;                 // of 32 bits in a row: a float, or four dimensions in INT8; or of 16: a half
+    int words;                 // of 32 bits in a row: a float, or four dimensions in INT8; or of 16: dimensions
     int rows;                  // of queries
     int chosen;                // bits as in AttentionTile
-    bool half;
+    int dtype;    // as PjPages::dtype
     bool turned;  // as PjPages::turned
+    bool tiles;   // see Ops::by_tiles
 };
 
-// Keys and values are float32 or float16, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact
+// What attention by tiles makes of a tile's values, once for all rows that read it.
+struct TileValues {
+    float* room;     // (TILE_KEYS, head_dim)
+    int begin, end;  // keys that any row sees
+    int chosen;      // bits as in AttentionTile
+    bool ready;
+};
+
+// Keys and values are float32, float16 or bfloat16, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact
 // sums of integers and only the cache itself costs accuracy.
 struct AttentionTile {
-    const void* q;             // (rows, head_dim), times scale × log2(e): float, or of quantize_query
+    const void* q;             // (rows, head_dim), times scale × log2(e): of take_heads or quantize_query
     const float* q_scale;      // INT8: (rows)
     const TileKeys* keys;
     const float* k_scale;      // INT8: (TILE_KEYS); null: floats
     const float* v_scale;      // the same
     const void* const* v;      // TILE_KEYS rows of head_dim, of `dtype`
+    TileValues* values;
     const void* const* ahead;  // TILE_KEYS rows that the next tile starts with, to be fetched meanwhile; or null
     const int32_t* low;         // (rows) keys [low, high) of the tile are visible; at least one is
     const int32_t* high;
@@ -100,8 +110,22 @@ struct AttentionTile {
     int rows;
     int head_dim;
     int dtype;  // as PjPages::dtype
+    bool tiles;  // see Ops::by_tiles
     float cap;  // scores, times log2(e), become cap × tanh(score / cap); 0: they stay
 };
+
+// A number of pages in bfloat16.
+struct Brain {
+    uint16_t bits;
+};
+// The least that a number of a page in bfloat16, of a query or of a weight beside it may be; what is smaller becomes 0. So
+// products are multiples of 2^-126 and no sum of them is subnormal, which tiles of AMX would take for 0.
+constexpr float LEAST_BRAIN = 1.38777878e-17f;  // 2^-56
+// The bits of a float in bfloat16, rounded half to even; NaN stays.
+inline uint32_t brain_bits(uint32_t bits) {
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+}
 
 struct Ops {
     const char* name;
@@ -142,20 +166,27 @@ struct Ops {
     // x · H in blocks of `block` (a power of two up to MAX_HADAMARD that divides k), H orthogonal; out may be x.
     void (*hadamard_row)(const float* x, int64_t k, int64_t block, float* out);
     void (*widen_row)(const void* x, int32_t dtype, int64_t k, float* out);
-    // x in float16, rounded half to even; what lies beyond ±65504 becomes that.
-    void (*narrow_row)(const float* x, int64_t k, uint16_t* out);
+    // x in float16 or bfloat16, rounded half to even; what lies beyond ±65504 becomes that in float16.
+    void (*narrow_row)(const float* x, int32_t dtype, int64_t k, uint16_t* out);
     void (*scale_row)(const float* x, float factor, int64_t k, float* out);
 
     // Sum of the 32-bit words of some memory: the reading speed that other kernels are measured against.
     uint32_t (*sum_words)(const uint32_t* words, int64_t count);
 
-    // Keys of a tile by dimension: those of turned pages where they lie, others in `room`. Halves that many queries read
-    // are widened there. What none chose is left out. `ahead` is fetched meanwhile, or left to the scores.
+    // Keys of a tile by dimension: those of turned pages where they lie, others in `room`. Those of 16 bits that many
+    // queries read are widened there. What none chose is left out. `ahead` is fetched meanwhile, or left to the scores.
     TileKeys (*turn_keys)(const KeyRows& rows);
+    // Whether attention of so many rows of an item goes by tiles of the processor. Not a bit depends on it.
+    bool (*by_tiles)(int32_t dtype, int64_t head_dim, int64_t rows);
+    // x × factor as attend_tile reads queries beside pages of a float `dtype`: floats, beside bfloat16 rounded to that; for
+    // tiles in 16 bits.
+    void (*take_heads)(const float* x, float factor, int64_t heads, int64_t head_dim, int32_t dtype, bool tiles, void* out);
     // x × factor in 16 bits with one scale, amax / 32767. Of each four dimensions the even ones come first.
     void (*quantize_query)(const float* x, float factor, int head_dim, int16_t* q, float* scale);
     // Attention of some rows to one tile, merged into their running state.
     void (*attend_tile)(const AttentionTile& tile);
+    // What attend_tile leaves for the next call of the same thread is given back.
+    void (*end_attention)();
     // Merges the state of a tile (peak −inf: nothing seen) into a running state, as attend_tile does itself.
     void (*merge_tile)(const float* peak, const float* total, const float* out, int rows, int head_dim,
                        float* running_peak, float* running_total, float* running_out);
@@ -270,8 +301,7 @@ inline void halve_row(const float* x, int64_t k, int64_t group, uint16_t* half, 
         for (int lane = 0; lane < 8; ++lane) {
             uint32_t bits;
             __builtin_memcpy(&bits, x + at + input_of[lane], 4);
-            const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-            bits = nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+            bits = brain_bits(bits);
             if ((bits & 0x7fffffffu) < 0x04000000u) bits = 0;  // exponent 8 of 127 + (-119)
             half[at + lane] = static_cast<uint16_t>(bits >> 16);
             bits &= 0xffff0000u;

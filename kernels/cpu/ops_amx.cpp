@@ -1,4 +1,5 @@
-// AMX (Sapphire Rapids and later): linear layers of several rows by tiles, everything else as on AVX-512.
+// AMX (Sapphire Rapids and later): linear layers of several rows and attention to bfloat16 by tiles, everything else as on
+// AVX-512.
 #include "ops.h"
 
 #if defined(PJ_HAS_AMX)
@@ -10,11 +11,11 @@
 // Standard headers come first: what they define inline may run on any processor.
 #if defined(__clang__)
 #pragma clang attribute push(                                                                                     \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8"))), \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"))), \
     apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16")
 #endif
 
 #include "simd_avx512.h"
@@ -30,6 +31,10 @@
 #include "stepped_avx512.h"
 
 #include "amx_stepped.h"
+
+#include "ops_meet.h"
+
+#include "amx_attention.h"
 
 namespace {
 
@@ -133,6 +138,11 @@ const Ops& amx_ops() {
         ops.name = "amx";
         ops.int8_panels = ::int8_panels;
         ops.int4_panels = ::int4_panels;
+        ops.by_tiles = ::by_tiles;
+        ops.take_heads = ::take_heads;
+        ops.turn_keys = ::turn_keys;
+        ops.attend_tile = ::attend_tile;
+        ops.end_attention = ::end_attention;
         return ops;
     }();
     return table;

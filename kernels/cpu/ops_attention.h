@@ -1,5 +1,5 @@
 // Attention of a few rows to one tile of TILE_KEYS keys. Each score is one chain of multiply-adds over the dimensions
-// and each output one chain over the keys, so a row's bits depend neither on its neighbours nor on how rows are blocked.
+// and each output one chain over the keys, in bfloat16 chains of 16 that are added two by two, so a row's bits depend neither on its neighbours nor on how rows are blocked.
 // INT8 keys and values are never written out as floats: a key's scale multiplies its score, a value's scale its weight.
 #pragma once
 
@@ -8,6 +8,8 @@ namespace {
 using penjing::AttentionTile;
 
 constexpr int KEY_GROUPS = TILE_KEYS / CHOICE_KEYS;
+constexpr int CHAIN = 16;  // see scores_in_chains; of keys a group of them
+static_assert(CHAIN == CHOICE_KEYS, "values are summed group by group");
 
 inline void quantize_query(const float* x, float factor, int head_dim, int16_t* q, float* scale) {
     VI peak = vi_zero();
@@ -66,11 +68,18 @@ inline Seen seen_by(const AttentionTile& tile, int row) {
     return seen;
 }
 
+template <typename T>
+constexpr bool BRAIN = false;
+template <>
+constexpr bool BRAIN<Brain> = true;
+
 // The first n lanes, or all without a tail.
 template <bool TAIL>
 inline V load_floats(const float* p, int n) { return TAIL ? v_load_n(p, n) : v_load(p); }
 template <bool TAIL>
 inline V load_floats(const uint16_t* p, int n) { return TAIL ? v_load_f16_n(p, n) : v_load_f16(p); }
+template <bool TAIL>
+inline V load_floats(const Brain* p, int n) { return v_load_bf16_n(&p->bits, TAIL ? n : W); }
 template <bool TAIL>
 inline V load_floats(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
 
@@ -110,6 +119,49 @@ inline void scores(const AttentionTile& tile, int row, int group, const void* co
     }
     for (int m = 0; m < MR; ++m)
         for (int n = 0; n < NR; ++n) v_store(out + m * TILE_KEYS + group * CHOICE_KEYS + n * W, sum[m][n]);
+}
+
+// The same beside bfloat16, in which keys and queries are: a chain for each CHAIN dimensions, and the sum of two such chains
+// is added to what is there. So do AMX's tiles. Products
+// of two such numbers are exact, fused or not.
+template <int MR, int GROUPS, typename T>
+inline void scores_in_chains(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
+    constexpr int NR = GROUPS * PARTS;
+    const int64_t head_dim = tile.head_dim;
+    const float* q = static_cast<const float*>(tile.q) + row * head_dim;
+    const Keys<GROUPS, T> keys(*tile.keys, group, ahead);
+    V before[MR][NR];
+    for (int64_t first = 0; first < head_dim; first += CHAIN) {
+        const int64_t end = first + CHAIN < head_dim ? first + CHAIN : head_dim;
+        V sum[MR][NR];
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
+        for (int64_t d = first; d < end; ++d) {
+            keys.fetch(static_cast<int>(d));
+            V key[NR];
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) key[n] = load_floats<false>(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W, W);
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) {
+                const V query = v_set(q[m * head_dim + d]);
+#pragma GCC unroll 4
+                for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(query, key[n], sum[m][n]);
+            }
+        }
+        const bool second = first / CHAIN % 2;
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) {
+                float* at = out + m * TILE_KEYS + group * CHOICE_KEYS + n * W;
+                const V both = second ? v_add(before[m][n], sum[m][n]) : sum[m][n];
+                if (!second && end < head_dim) before[m][n] = both;
+                else v_store(at, first < 2 * CHAIN ? both : v_add(v_load(at), both));
+            }
+        }
+    }
 }
 
 // The same for INT8 keys: whole sums of 16 × 8-bit products, two dimensions at a time, then the scales.
@@ -196,6 +248,32 @@ inline void values_of(const float* weight, const AttentionTile& tile, const Seen
     }
 }
 
+// The same beside bfloat16: a chain for each group of keys, added as scores_in_chains does.
+template <int MR, int NR, bool TAIL>
+inline void values_in_chains(const float* weight, const AttentionTile& tile, const Seen& seen, int d, int rest,
+                             const void* const* ahead, V (&sum)[MR][NR]) {
+    V part[2][MR][NR];
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
+    int range = 0;
+    for (int group = 0; group < KEY_GROUPS && range < seen.ranges; ++group) {
+        const int begin = group * CHAIN, end = begin + CHAIN;
+        V(&own)[MR][NR] = part[group % 2];
+        for (int m = 0; m < MR; ++m)
+            for (int n = 0; n < NR; ++n) own[m][n] = v_zero();
+        if (seen.begin[range] < end) {
+            const int first = seen.begin[range] > begin ? seen.begin[range] : begin;
+            const int last = seen.end[range] < end ? seen.end[range] : end;
+            weighted_values<MR, NR, TAIL, Brain>(weight, tile.v, first, last, d, rest, ahead, tile.head_dim, own);
+            if (ahead) ahead += last - first;
+            if (seen.end[range] <= end) ++range;  // others begin with a group
+        }
+        if (group % 2 == 0 && range < seen.ranges) continue;
+        for (int m = 0; m < MR; ++m)
+            for (int n = 0; n < NR; ++n) sum[m][n] = v_add(sum[m][n], group % 2 ? v_add(part[0][m][n], own[m][n]) : own[m][n]);
+    }
+}
+
 // running = running × keep + tile × take
 template <int MR, int NR, bool TAIL>
 inline void merge_values(const V (&sum)[MR][NR], const float* keep, const float* take, float* out, int head_dim,
@@ -210,30 +288,12 @@ inline void merge_values(const V (&sum)[MR][NR], const float* keep, const float*
     }
 }
 
-// Weights of a running state and of a tile's when they meet. One of them is 1, the other 2^−|difference|.
-template <int MR>
-inline void meet(const float* peak, const float* total, float* running_peak, float* running_total, float* keep,
-                 float* take, int rows = MR) {
-    constexpr int LANES = (MR + W - 1) / W * W;
-    alignas(64) float distance[LANES] = {};
-    for (int m = 0; m < rows; ++m) {
-        const float gap = peak[m] - running_peak[m];
-        distance[m] = gap > 0 ? -gap : gap;
-    }
-    for (int m = 0; m < LANES; m += W) v_store(distance + m, v_exp2(v_load(distance + m)));
-    for (int m = 0; m < rows; ++m) {
-        const bool higher = peak[m] > running_peak[m];
-        keep[m] = higher ? distance[m] : 1.0f;
-        take[m] = higher ? 1.0f : distance[m];
-        running_peak[m] = higher ? peak[m] : running_peak[m];
-        running_total[m] = running_total[m] * keep[m] + total[m] * take[m];
-    }
-}
-
 template <int MR, int GROUPS, typename T>
 inline void scores_of(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
     if (sizeof(T) == 1) scores_int8<MR, GROUPS>(tile, row, group, ahead, out);
-    else if (sizeof(T) == 2 && tile.keys->half) scores<MR, GROUPS, uint16_t>(tile, row, group, ahead, out);
+    else if (BRAIN<T> && tile.keys->narrow) scores_in_chains<MR, GROUPS, Brain>(tile, row, group, ahead, out);
+    else if (BRAIN<T>) scores_in_chains<MR, GROUPS, float>(tile, row, group, ahead, out);
+    else if (sizeof(T) == 2 && tile.keys->narrow) scores<MR, GROUPS, T>(tile, row, group, ahead, out);
     else scores<MR, GROUPS, float>(tile, row, group, ahead, out);
 }
 
@@ -288,7 +348,8 @@ inline void attend_rows(const AttentionTile& tile, int row) {
         peak[m] = v_largest(most);
         for (int range = 0; range < seen.ranges; ++range) {
             for (int group = seen.begin[range] / W; group * W < seen.end[range]; ++group) {
-                const V part = v_exp2(v_sub(v_load(p + group * W), v_set(peak[m])));
+                const V power = v_exp2(v_sub(v_load(p + group * W), v_set(peak[m])));
+                const V part = BRAIN<T> ? v_brain(power) : power;
                 v_store(p + group * W, INT8 ? v_mul(part, v_load(tile.v_scale + group * W)) : part);
                 sum = v_add(sum, part);
             }
@@ -302,14 +363,16 @@ inline void attend_rows(const AttentionTile& tile, int row) {
     int d = 0;
     for (; d + NR * W <= head_dim; d += NR * W) {
         V sum[MR][NR];
-        values_of<MR, NR, false, T>(weight, tile, seen, d, 0, ahead, sum);
+        if (BRAIN<T>) values_in_chains<MR, NR, false>(weight, tile, seen, d, 0, ahead, sum);
+        else values_of<MR, NR, false, T>(weight, tile, seen, d, 0, ahead, sum);
         ahead = nullptr;
         merge_values<MR, NR, false>(sum, keep, take, out + d, head_dim, 0);
     }
     for (; d < head_dim; d += W) {
         V sum[MR][1];
         const int rest = head_dim - d < W ? head_dim - d : W;
-        values_of<MR, 1, true, T>(weight, tile, seen, d, rest, ahead, sum);
+        if (BRAIN<T>) values_in_chains<MR, 1, true>(weight, tile, seen, d, rest, ahead, sum);
+        else values_of<MR, 1, true, T>(weight, tile, seen, d, rest, ahead, sum);
         ahead = nullptr;
         merge_values<MR, 1, true>(sum, keep, take, out + d, head_dim, rest);
     }
@@ -334,8 +397,11 @@ inline void attend_blocks(const AttentionTile& tile) {
 inline void attend_tile(const AttentionTile& tile) {
     if (tile.k_scale) attend_blocks<int8_t>(tile);
     else if (tile.dtype == PJ_F16) attend_blocks<uint16_t>(tile);
+    else if (tile.dtype == PJ_BF16) attend_blocks<Brain>(tile);
     else attend_blocks<float>(tile);
 }
+
+inline void end_attention() {}
 
 inline void merge_tile(const float* peak, const float* total, const float* out, int rows, int head_dim,
                        float* running_peak, float* running_total, float* running_out) {

@@ -304,7 +304,16 @@ inline void widen_row(const void* x, int32_t dtype, int64_t k, float* out) {
     }
 }
 
-inline void narrow_row(const float* x, int64_t k, uint16_t* out) {
+inline void narrow_row(const float* x, int32_t dtype, int64_t k, uint16_t* out) {
+    if (dtype == PJ_BF16) {
+        for (int64_t i = 0; i < k; ++i) {
+            uint32_t bits;
+            __builtin_memcpy(&bits, x + i, 4);
+            const float size = x[i] < 0 ? -x[i] : x[i];
+            out[i] = size < penjing::LEAST_BRAIN ? 0 : static_cast<uint16_t>(penjing::brain_bits(bits) >> 16);
+        }
+        return;
+    }
     const V most = v_set(65504.0f), least = v_set(-65504.0f);
     for (int64_t i = 0; i < k; i += W) {
         const int n = k - i < W ? static_cast<int>(k - i) : W;
@@ -326,6 +335,17 @@ inline void scale_row(const float* x, float factor, int64_t k, float* out) {
     for (int64_t i = 0; i < k; i += W) {
         const int n = k - i < W ? static_cast<int>(k - i) : W;
         v_store_n(out + i, v_mul(v_load_n(x + i, n), by), n);
+    }
+}
+
+inline bool by_tiles(int32_t, int64_t, int64_t) { return false; }
+
+inline void take_heads(const float* x, float factor, int64_t heads, int64_t head_dim, int32_t dtype, bool, void* out) {
+    float* to = static_cast<float*>(out);
+    scale_row(x, factor, heads * head_dim, to);
+    for (int64_t i = 0; dtype == PJ_BF16 && i < heads * head_dim; i += W) {
+        const int n = heads * head_dim - i < W ? static_cast<int>(heads * head_dim - i) : W;
+        v_store_n(to + i, v_brain(v_load_n(to + i, n)), n);
     }
 }
 

@@ -3,16 +3,15 @@
 
 namespace {
 
+using penjing::Brain;
 using penjing::CHOICE_KEYS;
 using penjing::KeyRows;
 using penjing::TILE_KEYS;
 using penjing::TileKeys;
 
-// Keys and values of other sequences and layers are cold, and 4 KiB pages are short for the hardware's prefetcher: the
-// values are fetched while keys are read, and the next tile's keys while values are summed.
-inline void fetch_row(const void* row, int bytes) {
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 2);
-}
+inline V load_narrow(const float* p, int n) { return v_load_n(p, n); }
+inline V load_narrow(const uint16_t* p, int n) { return v_load_f16_n(p, n); }
+inline V load_narrow(const Brain* p, int n) { return v_load_bf16_n(&p->bits, n); }
 
 // A little at a time: bursts of requests fill the first-level cache's miss buffers and stall (27 against 37 GB/s).
 template <typename T>
@@ -37,23 +36,24 @@ inline void transpose_rows(const KeyRows& from) {
             const void* at = rows[lane] + d;
             // Bytes, not floats: a word may be four dimensions, and starts anywhere.
             if (sizeof(T) == sizeof(float)) __builtin_memcpy(rest, at, static_cast<size_t>(words - d) * sizeof(float));
-            else v_store(rest, v_load_f16_n(static_cast<const uint16_t*>(at), words - d));
+            else v_store(rest, load_narrow(static_cast<const T*>(at), words - d));
             for (int i = d; i < words; ++i) __builtin_memcpy(to + i * CHOICE_KEYS + lane, rest + i - d, sizeof(float));
         }
         ahead += W;
     }
 }
 
-// Halves of turned pages.
+// Those of turned pages.
+template <typename T>
 inline void widen_groups(const KeyRows& from) {
     const void* const* ahead = from.ahead;
     for (int first = 0; first < from.keys; first += CHOICE_KEYS) {
         if (!(from.chosen >> first / CHOICE_KEYS & 1)) continue;
-        const uint16_t* half = static_cast<const uint16_t*>(from.k[first]);
+        const T* narrow = static_cast<const T*>(from.k[first]);
         float* to = from.room + static_cast<int64_t>(first) * from.words;
         for (int at = 0; at < from.words * CHOICE_KEYS; at += CHOICE_KEYS) {
-            __builtin_prefetch(static_cast<const uint16_t*>(ahead[0]) + at, 0, 2);
-            for (int lane = 0; lane < CHOICE_KEYS; lane += W) v_store(to + at + lane, v_load_f16(half + at + lane));
+            __builtin_prefetch(static_cast<const T*>(ahead[0]) + at, 0, 2);
+            for (int lane = 0; lane < CHOICE_KEYS; lane += W) v_store(to + at + lane, load_narrow(narrow + at + lane, W));
         }
         ahead += CHOICE_KEYS;
     }
@@ -61,17 +61,20 @@ inline void widen_groups(const KeyRows& from) {
 
 inline TileKeys turn_keys(const KeyRows& from) {
     TileKeys keys;
-    // Rows are taken ATTENTION_ROWS at a time, and each time halves would be widened again.
-    const bool in_place = from.turned && !(from.half && from.rows > ATTENTION_ROWS);
+    // Rows are taken ATTENTION_ROWS at a time, and each time 16 bits would be widened again.
+    const bool narrow = from.dtype == PJ_F16 || from.dtype == PJ_BF16;
+    const bool in_place = from.turned && !(narrow && from.rows > ATTENTION_ROWS);
     for (int group = 0; group < TILE_KEYS / CHOICE_KEYS; ++group) {
         const float* room = from.room + static_cast<int64_t>(group) * from.words * CHOICE_KEYS;
         keys.group[group] = in_place ? from.k[group * CHOICE_KEYS] : room;
     }
     keys.ahead = in_place ? from.ahead : nullptr;
-    keys.half = in_place && from.half;
+    keys.narrow = in_place && narrow;
     if (in_place) return keys;
-    if (from.turned) widen_groups(from);
-    else if (from.half) transpose_rows<uint16_t>(from);
+    if (from.turned && from.dtype == PJ_BF16) widen_groups<Brain>(from);
+    else if (from.turned) widen_groups<uint16_t>(from);
+    else if (from.dtype == PJ_BF16) transpose_rows<Brain>(from);
+    else if (from.dtype == PJ_F16) transpose_rows<uint16_t>(from);
     else transpose_rows<float>(from);
     return keys;
 }

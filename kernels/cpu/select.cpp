@@ -68,8 +68,8 @@ void summarize(const Ops& ops, const PjPages& pages, int64_t row, int64_t keys, 
     };
     if (pages.k_scale) {
         range(static_cast<const int8_t*>(pages.k) + at, pages.k_scale + row);
-    } else if (pages.dtype == PJ_F16) {
-        ops.widen_row(static_cast<const uint16_t*>(pages.k) + at, PJ_F16, keys * head_dim, wide);
+    } else if (pages.dtype != PJ_F32) {
+        ops.widen_row(static_cast<const uint16_t*>(pages.k) + at, pages.dtype, keys * head_dim, wide);
         range(static_cast<const float*>(wide), nullptr);
     } else {
         range(static_cast<const float*>(pages.k) + at, nullptr);

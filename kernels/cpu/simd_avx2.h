@@ -143,6 +143,14 @@ inline __m128i load_halves(const uint16_t* p, int n) {
 inline V v_load_bf16_n(const uint16_t* p, int n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p, n)), 16));
 }
+// To bfloat16, half away from zero; what is below LEAST_BRAIN becomes 0.
+inline V v_brain(V x) {
+    const VI bits = _mm256_castps_si256(x), size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const VI small = _mm256_cmpgt_epi32(_mm256_castps_si256(_mm256_set1_ps(penjing::LEAST_BRAIN)), size);
+    const VI up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+    const VI cut = _mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+    return _mm256_castsi256_ps(_mm256_andnot_si256(small, cut));
+}
 inline V v_load_f16_n(const uint16_t* p, int n) { return _mm256_cvtph_ps(load_halves(p, n)); }
 inline V v_load_f16(const uint16_t* p) { return v_load_f16_n(p, W); }
 inline void v_store_f16_n(uint16_t* p, V x, int n) {
@@ -155,6 +163,10 @@ inline void v_store_f16_n(uint16_t* p, V x, int n) {
 
 inline __m128 load_four(const float* p) { return _mm_loadu_ps(p); }
 inline __m128 load_four(const uint16_t* p) { return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline __m128 load_four(const penjing::Brain* p) {
+    const __m128i bits = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
+}
 
 // Transpose 8 rows × 8 floats, or halves that become floats: out[c × 16 + r] = rows[r][c].
 template <typename T>

@@ -108,6 +108,14 @@ inline V v_load_bf16_n(const uint16_t* p, int n) {
     const __m256i half = _mm256_maskz_loadu_epi16(lanes_below(n), p);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
+// To bfloat16, half away from zero; what is below LEAST_BRAIN becomes 0.
+inline V v_brain(V x) {
+    const VI bits = _mm512_castps_si512(x), size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+    const VI least = _mm512_castps_si512(_mm512_set1_ps(penjing::LEAST_BRAIN));
+    const VI up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+    const __mmask16 kept = _mm512_cmp_epi32_mask(size, least, _MM_CMPINT_NLT);
+    return _mm512_castsi512_ps(_mm512_maskz_and_epi32(kept, up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 inline V v_load_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -120,6 +128,7 @@ inline void v_store_f16_n(uint16_t* p, V x, int n) {
 
 inline V v_load_key(const float* p) { return _mm512_loadu_ps(p); }
 inline V v_load_key(const uint16_t* p) { return v_load_f16(p); }
+inline V v_load_key(const penjing::Brain* p) { return v_load_bf16_n(&p->bits, W); }
 
 // Transpose 16 rows × 16 floats, or halves that become floats: out[c × 16 + r] = rows[r][c].
 template <typename T>

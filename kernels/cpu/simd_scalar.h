@@ -105,6 +105,11 @@ inline VI vi_odd_bytes(VI x) { PJ_LANES(VI, pair_of(byte_of(x.lane[i], 1), byte_
 inline int32_t dot16(int32_t a, int32_t b) { return half_of(a, 0) * half_of(b, 0) + half_of(a, 1) * half_of(b, 1); }
 inline VI vi_dot16(VI sum, VI a, VI b) { PJ_LANES(VI, sum.lane[i] + dot16(a.lane[i], b.lane[i])); }
 
+inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
 inline float from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
@@ -162,6 +167,12 @@ inline V v_four_bits(const void* words) {
 inline V v_load_int8(const int8_t* p) { PJ_LANES(V, static_cast<float>(p[i])); }
 inline V v_load_int8_n(const int8_t* p, int n) { PJ_LANES(V, i < n ? static_cast<float>(p[i]) : 0.0f); }
 inline V v_load_bf16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_bits(uint32_t{p[i]} << 16) : 0.0f); }
+// To bfloat16, half away from zero; what is below LEAST_BRAIN becomes 0.
+inline V v_brain(V x) {
+    PJ_LANES(V, (to_bits(x.lane[i]) & 0x7fffffffu) < to_bits(penjing::LEAST_BRAIN)
+                    ? 0.0f
+                    : from_bits((to_bits(x.lane[i]) + 0x8000u) & 0xffff0000u));
+}
 inline V v_load_f16_n(const uint16_t* p, int n) { PJ_LANES(V, i < n ? from_f16(p[i]) : 0.0f); }
 inline V v_load_f16(const uint16_t* p) { PJ_LANES(V, from_f16(p[i])); }
 inline void v_store_f16_n(uint16_t* p, V x, int n) {
@@ -178,6 +189,10 @@ inline void v_transpose(const float* const* rows, int column, float* out) {
 inline void v_transpose(const uint16_t* const* rows, int column, float* out) {
     for (int c = 0; c < W; ++c)
         for (int r = 0; r < W; ++r) out[c * 16 + r] = from_f16(rows[r][column + c]);
+}
+inline void v_transpose(const penjing::Brain* const* rows, int column, float* out) {
+    for (int c = 0; c < W; ++c)
+        for (int r = 0; r < W; ++r) out[c * 16 + r] = from_bits(uint32_t{rows[r][column + c].bits} << 16);
 }
 
 }  // namespace

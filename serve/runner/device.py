@@ -49,7 +49,7 @@ def resolve_device(config: EngineConfig, model: DecoderConfig, is_quantized: boo
     if wide and dtype != "float32":
         what = "device=cpu" if device == "cpu" else "a model of experts or latent attention"
         raise ConfigError(f"dtype={dtype} with {what}, which runs in float32; leave dtype=auto")
-    kv_dtype, kinds = config.kv_dtype, [dtype, *(["float16"] if device == "cpu" else []), "int8"]
+    kv_dtype, kinds = config.kv_dtype, [dtype, *(["float16", "bfloat16"] if device == "cpu" else []), "int8"]
     if kv_dtype == "auto":
         kv_dtype = "float16" if device == "cpu" and is_quantized else dtype
     if kv_dtype not in kinds:

@@ -262,7 +262,7 @@ def int32(*values: int) -> Tensor:
         ({"block_table_SB": int32(-1, 0).view(1, 2)}, "outside the cache"),
         ({"block_table_SB": int32(0, 1, 2, 3).view(1, 4)[:, ::2]}, "contiguous"),
         ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM + 1)}, "kv_pool"),
-        ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM).bfloat16()}, "kv_pool"),
+        ({"kv_pool": torch.zeros(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM).double()}, "kv_pool"),
         ({"kv_pool": torch.zeros(LAYERS, 2, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)}, "cache of shape"),
         ({"kv_pool": INT8_POOL}, "INT8 pool needs kv_scale"),
         ({"kv_scale": INT8_POOL[..., 0].float()}, "kv_pool.*int8"),

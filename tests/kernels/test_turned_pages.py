@@ -17,7 +17,7 @@ from tests.kernels.cpu import by_token, needs_extension, the_extension
 from tests.kernels.test_decoder_step import KV_HEADS, LAYERS, draw_ids, inputs, make_step
 
 pytestmark = needs_extension
-DTYPES = [torch.float32, torch.float16, torch.int8]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 
 
 class Pages:
@@ -70,7 +70,7 @@ def test_attention_gives_the_same_bits(isa: CpuExtension, data: st.DataObject, d
     torch.manual_seed(seed)
     page = data.draw(st.sampled_from((16, 32, 48, 64)))
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
-    head_dim = data.draw(st.sampled_from((4, 20, 64, 72) if dtype == torch.int8 else (5, 20, 64, 72, 520)))
+    head_dim = data.draw(st.sampled_from((4, 20, 64, 72) if dtype == torch.int8 else (5, 20, 32, 64, 72, 96, 520)))
     contexts = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
     lengths = [data.draw(st.sampled_from((1, 1, 2, context // 2, context))) for context in contexts]
     lengths = [max(1, min(length, context)) for length, context in zip(lengths, contexts, strict=True)]
