@@ -59,7 +59,8 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--peers", default="transformers", help="names joined by commas, all, or none")
     parser.add_argument("--through-server", action="store_true", help="also measure through Triton server")
-    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "float16", "bfloat16", "int8"), help="of our keys and values")
+    kinds = ("auto", "float16", "bfloat16", "int8")
+    parser.add_argument("--kv-dtype", default="auto", choices=kinds, help="of our keys and values")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Measure caches of keys and values in float16, bfloat16 and INT8 against float32: perplexity, bytes, attention, decoder steps.
+"""Measure caches of keys and values in 16 bits and INT8 against float32: perplexity, bytes, attention, decoder steps.
 
     python benchmarks/run_kv_cache.py build/smollm2-int8
     python benchmarks/run_kv_cache.py build/smollm2-int8 --only perplexity --text essays

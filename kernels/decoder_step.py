@@ -191,8 +191,9 @@ class DecoderStep:
             context_len_S: (S,) int32, keys of each sequence, its new tokens included.
             block_table_SB: (S, B) int32; entries no row sees are not read.
             logit_rows_R: (R,) int32, rows whose logits are wanted; R may be 0.
-            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, float16 or bfloat16, or int8 with
-                scales; written in place. Keys of pages of a multiple of 16 lie by dimension, see `library.Pages`.
+            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, float16 or bfloat16, or
+                int8 with scales; written in place. Keys of pages of a multiple of 16 lie by dimension, see
+                `library.Pages`.
             kv_scale: (num_layers, 2, num_blocks, num_kv_heads, block_size) float32 of an INT8 pool, see `kv_layout`.
             adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
                 together. None: no row has one.

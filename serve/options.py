@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 KvDtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16", "int8"],
     typer.Option(
-        help="How the KV cache is kept: int8 holds nearly twice the tokens of float16, four times those of float32."
+        help="How the KV cache is kept: int8 holds nearly twice the tokens of 16 bits, four times those of float32."
     ),
 ]
 Speculate = Annotated[

@@ -28,7 +28,8 @@ bool by_tiles(int32_t dtype, int64_t head_dim, int64_t rows) {
 // Upper halves of words of equal places in one word: numbers in bfloat16, written out as floats.
 inline VI side_by_side(V a, V b) {
     const VI upper = vi_set(static_cast<int32_t>(0xffff0000u));
-    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b), upper, 0xf8);  // x | (y & z)
+    // x | (y & z)
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b), upper, 0xf8);
 }
 
 // Numbers of two rows in turns.

@@ -17,6 +17,7 @@ import torch
 # Sums of 32767 × 127 over more dimensions than this leave 32 bits; dimensions are read four at a time.
 INT8_MAX_HEAD_DIM, INT8_HEAD_DIM_MULTIPLE = 512, 4
 NATIVE = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+TILED_DIMENSIONS = 32  # a product of AMX's tiles takes so many
 FLOAT16_MOST = 65504.0  # what lies beyond is stored as this
 
 
@@ -51,6 +52,11 @@ def page_dtype(pages: torch.Tensor, scale: torch.Tensor | None) -> torch.dtype:
     if scale is not None:
         return torch.int8
     return pages.dtype if pages.dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def tiles_attend(isa: str, head_dim: int) -> bool:
+    """Whether many rows attend to pages in bfloat16 by AMX's tiles, so that prompts are faster than with float16."""
+    return isa == "amx" and head_dim % TILED_DIMENSIONS == 0
 
 
 def check_cache(

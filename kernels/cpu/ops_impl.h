@@ -8,6 +8,8 @@
 
 #include "ops_keys.h"
 
+#include "ops_scores.h"
+
 #include "ops_attention.h"
 #include "ops_epilogue.h"
 #include "ops_float.h"

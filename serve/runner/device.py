@@ -11,10 +11,12 @@ from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.quantized import Int4Linear, Int8Linear
+from penjing.kernels.cpu import extension
+from penjing.kernels.cpu.kv_layout import tiles_attend
 from penjing.kernels.dispatch import cuda_refusal
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.int4_linear import FLOATING
-from penjing.serve.engine.config import Device, EngineConfig
+from penjing.serve.engine.config import Device, EngineConfig, KvDtype
 
 if TYPE_CHECKING:
     from penjing.core.models.decoder import Decoder
@@ -38,7 +40,7 @@ def find_device(device: Device) -> Device:
 def resolve_device(config: EngineConfig, model: DecoderConfig, is_quantized: bool = False) -> EngineConfig:
     """`config` with `device`, `dtype` and `kv_dtype` decided for this machine and `model`.
 
-    Keys and values of quantized weights are kept in float16 on a CPU: its rounding is far below that of activations.
+    Keys and values of quantized weights are kept in 16 bits on a CPU: their rounding is far below that of activations.
 
     Raises:
         ConfigError: no CUDA device that the kernels run on, or types that the device's path does not compute in.
@@ -51,13 +53,18 @@ def resolve_device(config: EngineConfig, model: DecoderConfig, is_quantized: boo
         raise ConfigError(f"dtype={dtype} with {what}, which runs in float32; leave dtype=auto")
     kv_dtype, kinds = config.kv_dtype, [dtype, *(["float16", "bfloat16"] if device == "cpu" else []), "int8"]
     if kv_dtype == "auto":
-        kv_dtype = "float16" if device == "cpu" and is_quantized else dtype
+        kv_dtype = _sixteen_bits(model) if device == "cpu" and is_quantized else dtype
     if kv_dtype not in kinds:
         raise ConfigError(
             f"kv_dtype={kv_dtype} on device={device} with dtype={dtype}: the cache is kept in {' or '.join(kinds)}; "
             "leave kv_dtype=auto"
         )
     return config.model_copy(update={"device": device, "dtype": dtype, "kv_dtype": kv_dtype})
+
+
+def _sixteen_bits(model: DecoderConfig) -> KvDtype:
+    kernels = extension()
+    return "bfloat16" if kernels is not None and tiles_attend(kernels.isa, model.head_dim) else "float16"
 
 
 def is_dense(model: DecoderConfig) -> bool:

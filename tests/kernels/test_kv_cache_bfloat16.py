@@ -4,6 +4,7 @@ instruction sets with AVX-512, by tiles or not; rows that are bit-equal whatever
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_tiles_and_vectors_give_the_same_bits(levels: list[str], data: st.DataOb
             pages.contexts = [context]
             results.append(pages.attend(kernels, turned, q, [length], window, cap))
             parts = []
-            for begin, end in zip(cuts, cuts[1:], strict=False):
+            for begin, end in pairwise(cuts):
                 pages.contexts = [context - length + end]
                 parts.append(pages.attend(kernels, turned, q[begin:end], [end - begin], window, cap))
             results.append(torch.cat(parts))

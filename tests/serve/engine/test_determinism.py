@@ -33,6 +33,7 @@ PATHS = [
     "kv-int8-window",
     "kv-int8-torch",
     "kv-float16-window",
+    "kv-bfloat16-window",
 ]
 
 

@@ -21,9 +21,11 @@ from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request
 from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, GraphMemory, Tensors, bucket_sizes
+from penjing.serve.runner.device import resolve_device
 from penjing.serve.runner.device_runner import DeviceRunner, _scores
 from penjing.serve.sampling.choice import NOT_FINITE, choose_rows
 from penjing.serve.sampling.params import SamplingParams
+from tests.kernels.cpu import needs_extension
 from tests.kernels.gpu.conftest import repair_interpreter
 from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_int4_model, tiny_model
 
@@ -246,7 +248,6 @@ def test_capture_warms_up_on_a_side_stream_and_shares_one_pool(monkeypatch: pyte
     [
         ({"device": "cuda"}, r"device=cuda cannot run here: no CUDA device; set device=cpu"),
         ({"dtype": "bfloat16"}, r"dtype=bfloat16 with device=cpu"),
-        ({"kv_dtype": "bfloat16"}, r"kv_dtype=bfloat16 on device=cpu .* in float32 or float16 or int8;"),
     ],
 )
 def test_settings_that_do_not_fit_the_machine(settings: dict[str, Any], message: str) -> None:
@@ -260,6 +261,17 @@ def test_auto_is_the_cpu_without_a_gpu() -> None:
     assert (config.device, config.dtype, config.kv_dtype) == ("cpu", "float32", "float32")
     of_integers: EngineConfig = tiny_engine(tiny_model(int8=True), device="auto").config
     assert (of_integers.device, of_integers.dtype, of_integers.kv_dtype) == ("cpu", "float32", "float16")
+
+
+@needs_extension
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("isa", "head_dim", "kept"), [("amx", 32, "bfloat16"), ("amx", 16, "float16"), ("avx512_bf16", 32, "float16")]
+)
+def test_integers_keep_what_tiles_read(isa: str, head_dim: int, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penjing.kernels.cpu.functions.CpuExtension.isa", isa)
+    model = tiny_model(int8=True, head_dim=head_dim)
+    assert resolve_device(EngineConfig(), model.config, is_quantized=True).kv_dtype == kept
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
