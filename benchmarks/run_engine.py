@@ -8,9 +8,9 @@
     python benchmarks/run_engine.py build/gemma3-int4 --checkpoint build/gemma3 --peers all     # another model
 
 The figures are defined in peers/figures.py; every contestant gets the same prompts, threads and rounds. Rows of an
-artifact in 4 bits are called int4/…, with keys and values in INT8 int8_cache/…, on processors without AVX-512 avx2/…;
-those of another model than SmolLM2 begin with the name of its checkpoint's folder. Where no other program reads that
-checkpoint, peers run the GGUF file that it was imported from, and our own artifact in 8 bits is build/NAME-int8.
+artifact in 4 bits are called int4/…, with keys and values in INT8 int8_cache/…, with AMX amx/…, without AVX-512
+avx2/…; those of another model than SmolLM2 begin with the name of its checkpoint's folder. Where no other program reads
+that checkpoint, peers run the GGUF file that it was imported from, and our own artifact in 8 bits is build/NAME-int8.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def main() -> int:
     with torch.inference_mode():
         if arguments.only in (None, "attention"):
             rows += attention_rows(kernels, arguments.rounds)
+            rows += prompt_rows(kernels, arguments.rounds)
         if arguments.only in (None, "steps", "perplexity"):
             loaded = load_model(arguments.model)
             step = fuse_decoder(loaded.model)
@@ -71,7 +72,7 @@ def main() -> int:
                 rows += perplexity_rows(loaded, step, arguments.tokens, arguments.window, arguments.text)
             if arguments.only != "perplexity":
                 rows += step_rows(kernels, loaded.config, step, arguments.rounds)
-    append("kv_cache", at_level(rows, ("paged_decode", "decoder_step")), arguments.results)
+    append("kv_cache", at_level(rows, ("paged_decode", "prompt_attention", "decoder_step")), arguments.results)
     return 0
 
 
@@ -149,6 +150,38 @@ def attention_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
         )
         for name, value in rate.items()
         for kind, shape in [name.split()]
+    ]
+
+
+def prompt_rows(kernels: CpuExtension, rounds: int) -> list[Row]:
+    """Attention of all tokens of a prompt; a score is a pair of a head's query and a key that it sees."""
+    cases: dict[str, Case] = {}
+    for tokens in (512, 2048, 8192):
+        blocks = tokens // BLOCK_SIZE
+        table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).int()[None]
+        lengths = torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
+        q = torch.randn(tokens, HEADS, HEAD_DIM)
+        for kind in DTYPES:
+            caches = random_layer(kernels, blocks, kind)
+            arguments = (q, *caches[:2], *lengths, table, 0.125, None, *caches[2:])
+            run = lambda a=arguments: kernels.paged_attention(*a, turned=True)  # noqa: E731
+            cases[f"{kind} {tokens}"] = Case(run, HEADS * tokens * (tokens + 1) / 2 / 1e6, 1)
+    rate = Rounds(cases, rounds).rate
+    return [
+        new_row("kv_cache", metric, value, "Mscores/s", runs=rounds)
+        if kind == "float32"
+        else new_row(
+            "kv_cache",
+            metric,
+            value,
+            "Mscores/s",
+            runs=rounds,
+            baseline=FLOAT_CACHE,
+            baseline_value=rate[f"float32 {tokens}"],
+        )
+        for name, value in rate.items()
+        for kind, tokens in [name.split()]
+        for metric in [f"prompt_attention_{kind}_{tokens}"]
     ]
 
 

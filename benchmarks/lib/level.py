@@ -7,10 +7,10 @@ from penjing.kernels.cpu import extension
 
 
 def level_prefix() -> str:
-    """Nothing with AVX-512, where most rows were measured; else "avx_vnni/", or "avx2/" for plain kernels as well."""
+    """Nothing with AVX-512, where most rows were measured; else the level, "avx2/" for plain kernels as well."""
     kernels = extension()
     isa = kernels.isa if kernels is not None else "avx2"
-    return {"avx_vnni": "avx_vnni/", "avx2": "avx2/", "scalar": "avx2/"}.get(isa, "")
+    return {"amx": "amx/", "avx_vnni": "avx_vnni/", "avx2": "avx2/", "scalar": "avx2/"}.get(isa, "")
 
 
 def at_level(rows: list[Row], speeds: tuple[str, ...] = ("",), prefix: str = "") -> list[Row]:

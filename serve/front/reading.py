@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from penjing.serve.front.answers import Ask
 from penjing.serve.front.backend import Backend
@@ -55,6 +56,14 @@ class AnswerReader:
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_cut
 
 
+def _behind_thought(guided: dict[str, Any], begun: bool, effort: str | None) -> dict[str, Any]:
+    """A form that begins where a thought ends."""
+    choice = guided["value"].get("choice", "auto") if guided["kind"] == "tools" else None
+    if choice == "auto" or (not begun and effort == "none"):  # any text may stand before a call that is not required
+        return guided
+    return guided | {"thought": "begun" if begun else "open"}
+
+
 class Reading:
     """How the answers to one request are read; see `of`.
 
@@ -82,12 +91,12 @@ class Reading:
             raise ApiError(400, text, code="unsupported", param=setting)
         if thinking.thinks:
             ask.thought_tokens = 0
-        guided = sampling.get("guided")
-        # A form holds from the first token on, so that there is no thought before it.
-        split = thinking.thinks and (guided is None or guided["kind"] == "tools")
+        split = thinking.thinks
         if split and thinking.special:
             split = not sampling.setdefault("skip_special_tokens", False)
         begun = await thinking.begun(sampling.get("chat_template_kwargs", {})) if split else None
+        if begun is not None and "guided" in sampling:
+            sampling["guided"] = _behind_thought(sampling["guided"], begun, body.reasoning_effort)
         return cls(upstream, ask, begun, tools=bool(body.offered))
 
     def reader(self, *, partial: bool) -> AnswerReader:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from penjing.core.errors import PenjingError
 from penjing.core.text.chat import ChatTemplate
 from penjing.serve.front.logprobs import Entry
-
-BEGIN, END = "<think>", "</think>"
+from penjing.serve.sampling.guided import THOUGHT_BEGIN as BEGIN
+from penjing.serve.sampling.guided import THOUGHT_END as END
 
 
 class ThoughtReader:

@@ -19,7 +19,7 @@ import numpy as np
 
 from penjing.core.errors import OverloadedError, RequestError, SetupError
 from penjing.core.text.tokenizer import Tokenizer
-from penjing.serve.sampling.guided import CALL_BEGIN, Guided
+from penjing.serve.sampling.guided import MARKS, Guided
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._special = tokenizer.token_to_id(CALL_BEGIN) in tokenizer.special_ids
+        self._control = {mark for mark in MARKS if tokenizer.token_to_id(mark) in tokenizer.special_ids}
         self._lock = threading.Lock()
         self._unread: list[threading.Thread] = []
         self._words: Any = None  # llguidance's tokenizer; most of a second to make, so only when needed
@@ -141,7 +141,7 @@ class Constraints:
             if self._words is None:
                 eos = list(self._tokenizer.eos_token_ids) or None
                 self._words = LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
-        limits, grammar = LLParserLimits(verbose_errors=False), guided.grammar(self._special)
+        limits, grammar = LLParserLimits(verbose_errors=False), guided.grammar(self._control)
         matcher = self._read(lambda: LLMatcher(self._words, grammar, log_level=0, limits=limits))
         if matcher.is_error():
             raise RequestError(f"sampling parameter guided: this {guided.kind} is refused: {_reason(matcher)}")

@@ -4,7 +4,8 @@ grammar of llguidance."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,6 +17,8 @@ MAX_DEPTH = 48  # of nested lists and objects; the library's own reader stops at
 MAX_NODES = 10_000
 MAX_CHOICES = 1000
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
+MARKS = (CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END)  # some are control tokens of some tokenizers
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
 
@@ -34,6 +37,11 @@ class Guided(BaseModel):
     strict: bool = Field(
         default=True, description="Refuse a JSON schema with keywords that are not known; false leaves them out."
     )
+    thought: Literal["open", "begun"] | None = Field(
+        default=None,
+        description="What may stand before the form. open: a thought between <think> and </think>; begun: the rest of "
+        "one that the prompt begins, up to </think>.",
+    )
 
     @model_validator(mode="after")
     def _value_fits(self) -> Guided:
@@ -50,20 +58,30 @@ class Guided(BaseModel):
             raise ValueError(f"guided: for kind {self.kind} the value must be {_VALUES[self.kind]}")
         return self
 
-    def grammar(self, special: bool = False) -> str:
-        """llguidance's form of it. `special`: CALL_BEGIN is a control token of the tokenizer."""
+    def grammar(self, control: Collection[str] = ()) -> str:
+        """llguidance's form of it. `control`: those of MARKS that are control tokens of the tokenizer."""
         from llguidance import LLMatcher
 
-        if self.kind == "regex":
+        if self.thought is None and self.kind == "regex":
             return LLMatcher.grammar_from_regex(self.value)
+        if self.thought is None and self.kind in ("json_object", "json_schema"):
+            return LLMatcher.grammar_from_json_schema(json.dumps(self._schema()), defaults=_json_options(self.strict))
+        form = self._lark(control)
+        return LLMatcher.grammar_from_lark(form if self.thought is None else _behind(self.thought, form, control))
+
+    def _schema(self) -> dict[str, Any]:
+        return {"type": "object"} if self.kind == "json_object" else with_readable_times(self.value)
+
+    def _lark(self, control: Collection[str]) -> str:
+        if self.kind == "regex":
+            return f"start: /{_in_slashes(self.value)}/"
         if self.kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, self.value)))
+            return "start: " + " | ".join(map(_quoted, self.value))
         if self.kind == "grammar":
-            return LLMatcher.grammar_from_lark(self.value)
+            return self.value
         if self.kind == "tools":
-            return LLMatcher.grammar_from_lark(_tools_grammar(self.value, special))
-        schema = {"type": "object"} if self.kind == "json_object" else with_readable_times(self.value)
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_json_options(self.strict))
+            return _tools_grammar(self.value, control)
+        return "start: %json " + json.dumps({**self._schema(), "x-guidance": _json_options(self.strict)})
 
 
 _VALUES = {
@@ -76,8 +94,8 @@ _VALUES = {
     'name of one of them) and "parallel" (true or false)',
 }
 DESCRIPTION = (
-    "an object with kind (json_object, json_schema, regex, choice, grammar or tools), value and strict, of at most "
-    f"{MAX_BYTES} bytes, {MAX_DEPTH} levels and {MAX_NODES} entries, and without min_tokens"
+    "an object with kind (json_object, json_schema, regex, choice, grammar or tools), value, strict and thought, of at "
+    f"most {MAX_BYTES} bytes, {MAX_DEPTH} levels and {MAX_NODES} entries, and without min_tokens"
 )
 
 
@@ -126,13 +144,31 @@ def _json_options(strict: bool) -> Any:
     return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
 
 
-def _tools_grammar(value: dict[str, Any], special: bool) -> str:
+def _behind(thought: str, form: str, control: Collection[str]) -> str:
+    """A form that begins behind a thought."""
+    begin, end = _mark(THOUGHT_BEGIN, control), _mark(THOUGHT_END, control)
+    lead = f"thought: TEXT {end}" if THOUGHT_END in control else f"thought[lazy]: TEXT {end}"
+    start = "thought BLANK form" if thought == "begun" else f"({begin} thought BLANK)? form"
+    rules = [f"start: {start}", lead, "TEXT: /(.|\\n)*/", "BLANK: /[ \\n]{0,4}/", f"form: %lark {{\n{form}\n}}"]
+    return "\n".join(rules) + "\n"
+
+
+def _in_slashes(regex: str) -> str:
+    """A regular expression as Lark has it between slashes."""
+    return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex, flags=re.DOTALL)
+
+
+def _mark(mark: str, control: Collection[str]) -> str:
+    return mark if mark in control else _quoted(mark)
+
+
+def _tools_grammar(value: dict[str, Any], control: Collection[str]) -> str:
     """Calls as `<tool_call>\\n{"name": …, "arguments": …}\\n</tool_call>`, which Hermes, Qwen and SmolLM2 were trained
     on; with "auto" there may be text before, between and after them, or no call at all."""
     choice, parallel = value.get("choice", "auto"), value.get("parallel", True)
     functions = [tool["function"] for tool in value["tools"]]
     wanted = [function for function in functions if choice in ("auto", "required", function["name"])]
-    begin = CALL_BEGIN if special else _quoted(CALL_BEGIN)
+    begin, special = _mark(CALL_BEGIN, control), CALL_BEGIN in control
     lines = list(_call_rules(wanted))
     calls = " | ".join(f"call_{index}" for index in range(len(wanted)))
     lines.append(f"body: {_quoted(chr(10))} ({calls}) {_quoted(chr(10) + CALL_END)}")
@@ -143,7 +179,7 @@ def _tools_grammar(value: dict[str, Any], special: bool) -> str:
     else:
         lines += [f"call: {begin} body"]
         lines += ["start: call (" + _quoted("\n") + " call)*" if parallel and choice == "required" else "start: call"]
-    return "%llguidance {}\n" + "\n".join(reversed(lines)) + "\n"
+    return "\n".join(reversed(lines)) + "\n"
 
 
 def _call_rules(functions: list[dict[str, Any]]) -> Iterator[str]:

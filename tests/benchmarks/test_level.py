@@ -11,7 +11,7 @@ from lib.rows import new_row
 
 @pytest.mark.parametrize(
     ("isa", "prefix"),
-    [("avx2", "avx2/"), ("scalar", "avx2/"), ("avx_vnni", "avx_vnni/"), ("avx512_vnni", ""), ("amx", "")],
+    [("avx2", "avx2/"), ("scalar", "avx2/"), ("avx_vnni", "avx_vnni/"), ("avx512_vnni", ""), ("amx", "amx/")],
 )
 def test_the_level_stands_before_speeds_alone(monkeypatch: pytest.MonkeyPatch, isa: str, prefix: str) -> None:
     monkeypatch.setattr(level, "extension", lambda: SimpleNamespace(isa=isa))

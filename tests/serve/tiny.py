@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,15 +45,15 @@ def tiny_config(**changes: Any) -> DecoderConfig:
     return DecoderConfig.model_validate(values | changes)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token i is byte i; 256 ends a text, 257 is another control token."""
+def byte_tokenizer(marks: Sequence[str] = ()) -> Tokenizer:
+    """Token i is byte i; 256 ends a text, 257 is another control token, and so are `marks` behind it."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     backend: Any = Backend(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|pad|>", special=True)])
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|pad|>", *marks)])
     return Tokenizer(backend, eos_token_ids=(EOS,))
 
 

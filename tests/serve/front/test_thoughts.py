@@ -192,10 +192,26 @@ def test_a_template_may_begin_a_thought_for_some_variables_alone(folders: dict[s
             assert whole(front, CHAT, chat_template_kwargs={"thinking": True, "x": number}) == ("a", "b")
 
 
-def test_a_form_leaves_no_room_for_a_thought(r1: ScriptedFront) -> None:
-    r1.script.pieces = ['{"a"', ": 1}"]
+def test_a_form_holds_behind_a_thought(qwen: ScriptedFront, r1: ScriptedFront) -> None:
     more = {"response_format": {"type": "json_object"}}
-    assert streamed(r1, CHAT, **more) == whole(r1, CHAT, **more) == ("", '{"a": 1}')
+    for front, begin, thought in ((r1, "", "begun"), (qwen, "<think>", "open")):
+        front.script.pieces = [f"{begin}I {{see}}.", '</think>\n\n{"a"', ": 1}"]
+        assert streamed(front, CHAT, **more) == whole(front, CHAT, **more) == ("I {see}.", '{"a": 1}')
+        assert front.script.asked["guided"] == {"kind": "json_object", "thought": thought}
+    qwen.script.pieces = ['{"a": 1}']
+    assert whole(qwen, CHAT, reasoning_effort="none", **more) == ("", '{"a": 1}')
+    assert qwen.script.asked["guided"] == {"kind": "json_object"}
+    assert whole(qwen, CHAT, **more) == ("", '{"a": 1}')
+
+
+def test_a_call_that_is_required_stands_behind_a_thought(r1: ScriptedFront) -> None:
+    """It was taken for the end of the thought, which nothing but the call could follow."""
+    r1.script.pieces = [f"I will.</think>\n{CALL}"]
+    for choice, thought in (("required", "begun"), ("auto", None)):
+        body = BODIES[CHAT] | {"model": "m", "tools": [TOOL], "tool_choice": choice}
+        message = r1.ask(CHAT, body).json["choices"][0]["message"]
+        assert (message["reasoning_content"], len(message["tool_calls"])) == ("I will.", 1)
+        assert r1.script.asked["guided"].get("thought") == thought
 
 
 def test_calls_stand_behind_a_thought_which_may_speak_of_them(qwen: ScriptedFront) -> None:

@@ -16,10 +16,10 @@ from penjing.core.errors import OverloadedError, RequestError
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.sampling import constraint as constraint_module
-from penjing.serve.sampling.constraint import Constraint, allowed
-from penjing.serve.sampling.guided import MAX_BYTES, MAX_DEPTH, Guided
+from penjing.serve.sampling.constraint import Constraint, Constraints, allowed
+from penjing.serve.sampling.guided import MARKS, MAX_BYTES, MAX_DEPTH, Guided
 from penjing.serve.sampling.params import SamplingParams
-from tests.serve.tiny import EOS, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
+from tests.serve.tiny import EOS, byte_tokenizer, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
 
 SCHEMA = {
     "type": "object",
@@ -231,6 +231,45 @@ def test_what_cannot_be_is_refused_in_words(engine: LLMEngine, guided: Any, word
         engine.prepare(Request("r", "a", SamplingParams.from_json({"guided": guided})))
     assert words in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [  # with a text that it allows, and one that it does not
+    ({"kind": "json_schema", "value": SCHEMA}, '{"kind": "pine", "height": 7, "tags": []}', '{"kind": "oak"'),
+    ({"kind": "json_object"}, '{"a": [1, "</think"]}', "[1]"),
+    ({"kind": "regex", "value": r"a/b\/c\\/\n[0-9]{2}"}, "a/b/c\\/\n12", "a/b/c/"),
+    ({"kind": "choice", "value": ["yes", 'n"o']}, 'n"o', "maybe"),
+    ({"kind": "grammar", "value": 'start: pair+\npair: /[a-z]/ "{" DIGIT "}"\nDIGIT: /[0-9]/'}, "a{1}b{2}", "a{x"),
+    (
+        {"kind": "tools", "value": {"tools": TOOLS, "choice": "required"}},
+        '<tool_call>\n{"name": "prune", "arguments": {}}\n</tool_call>',
+        "I",
+    ),
+]
+THINKING = "I {see}: tool_call> or\n[1], maybe yes.</think>"
+
+
+@pytest.mark.parametrize(("guided", "fits", "does_not"), FORMS, ids=[str(form[0]["kind"]) for form in FORMS])
+@pytest.mark.parametrize("control", [False, True], ids=["as text", "as control tokens"])
+def test_a_form_may_begin_behind_a_thought(guided: dict[str, Any], fits: str, does_not: str, control: bool) -> None:
+    tokenizer = byte_tokenizer(MARKS if control else ())
+    constraints = Constraints(tokenizer, tokenizer.backend.get_vocab_size())
+
+    def taken(thought: str | None, text: str) -> tuple[int, int]:
+        """How many tokens of `text` are allowed, and how many there are."""
+        ids = tokenizer.encode(text)
+        constraint = constraints.make(Guided.model_validate(guided | ({"thought": thought} if thought else {})))
+        return constraint.num_allowed(ids), len(ids)
+
+    for thought, lead in (("begun", THINKING), ("begun", "</think>"), ("open", f"<think>{THINKING}"), ("open", "")):
+        for blank in ("", "\n\n") if lead else ("",):
+            allowed_ids, count = taken(thought, lead + blank + fits)
+            assert allowed_ids == count, (thought, lead, blank)
+        before = len(tokenizer.encode(lead))
+        allowed_ids, count = taken(thought, lead + does_not)
+        assert before <= allowed_ids < count, (thought, lead)
+    assert taken(None, fits)[0] == taken(None, fits)[1]
+    assert taken(None, "<think>a</think>" + fits)[0] <= len("<t"), "a thought is no part of a form by itself"
+    assert taken("begun", "only thought")[0] == taken("begun", "only thought")[1]
 
 
 def test_what_no_text_can_be_ends_that_answer_alone(engine: LLMEngine) -> None:
