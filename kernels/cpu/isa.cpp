@@ -19,14 +19,14 @@ namespace {
 std::atomic<const Ops*> chosen{nullptr};
 
 #if defined(PJ_HAS_AMX)
-// Whether the processor has tiles for bytes, the system saves them, and this process may use them. Linux (since 5.16)
+// Whether the processor has tiles for bytes and bfloat16, the system saves them, and this process may use them. Linux (since 5.16)
 // keeps room for them only in processes that ask; threads and forked children inherit the answer.
 bool amx_permitted() {
-    constexpr unsigned TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27, SAVED = 0x60000u;
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27, SAVED = 0x60000u;
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM)
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILE) || !(d & INT8)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILE) || !(d & INT8) || !(d & BF16)) return false;
     // Palette 1 must have eight tiles of 16 rows of 64 bytes.
     if (!__get_cpuid_count(0x1d, 1, &a, &b, &c, &d) || (b & 0xffff) < 64 || (b >> 16) < 8 || (c & 0xffff) < 16) return false;
     unsigned low, high;

@@ -77,9 +77,9 @@ struct KeyRows {
     int words;                 // of 32 bits in a row: a float, or four dimensions in INT8; or of 16: dimensions
     int rows;                  // of queries
     int chosen;                // bits as in AttentionTile
-    int dtype;    // as PjPages::dtype
-    bool turned;  // as PjPages::turned
-    bool tiles;   // see Ops::by_tiles
+    int dtype;                 // as PjPages::dtype
+    bool turned;               // as PjPages::turned
+    bool tiles;                // see Ops::by_tiles
 };
 
 // What attention by tiles makes of a tile's values, once for all rows that read it.
@@ -90,8 +90,8 @@ struct TileValues {
     bool ready;
 };
 
-// Keys and values are float32, float16 or bfloat16, or INT8 with a scale for each: then queries are 16-bit, so that scores are exact
-// sums of integers and only the cache itself costs accuracy.
+// Keys and values are float32 or float16; or bfloat16, and then queries and weights too; or INT8 with a scale for each: then
+// queries are 16-bit, so that scores are exact sums of integers and only the cache itself costs accuracy.
 struct AttentionTile {
     const void* q;             // (rows, head_dim), times scale × log2(e): of take_heads or quantize_query
     const float* q_scale;      // INT8: (rows)
