@@ -26,6 +26,7 @@ from penjing.core.errors import ConfigError, SetupError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import inverse_frequencies
 from penjing.core.progress import Progress
+from penjing.kernels.cpu.kv_layout import narrow_dtype
 from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.kernels.dispatch import cpu_extension
@@ -37,7 +38,6 @@ K = TypeVar("K")
 LAYER = "a_layer"  # what is around the products of a layer that stays
 ATTENTION = "of_attention"
 BLOCK = 16  # tokens of a block of the key-value cache, as the engine's default
-KEYS = torch.float16  # keys and values, as the engine keeps those of quantized weights
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ class DecoderClock:
         streams, blocks = self.workload.streams, -(-(self.workload.context + 1) // BLOCK)
         table_SB = torch.arange(1, 1 + streams * blocks, dtype=torch.int32).view(streams, blocks).contiguous()
         heads, size = self.config.num_key_value_heads, self.config.head_dim
-        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size, dtype=KEYS)
+        dtype = narrow_dtype(self.extension.isa, size)  # as the engine keeps keys and values of quantized weights
+        return table_SB, torch.zeros(layers, 2, 1 + streams * blocks, heads, BLOCK, size, dtype=dtype)
 
     def _linear(
         self, shapes: list[tuple[int, int]], rounds: int, progress: Progress

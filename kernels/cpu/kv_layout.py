@@ -54,9 +54,13 @@ def page_dtype(pages: torch.Tensor, scale: torch.Tensor | None) -> torch.dtype:
     return pages.dtype if pages.dtype in (torch.float16, torch.bfloat16) else torch.float32
 
 
-def tiles_attend(isa: str, head_dim: int) -> bool:
-    """Whether many rows attend to pages in bfloat16 by AMX's tiles, so that prompts are faster than with float16."""
-    return isa == "amx" and head_dim % TILED_DIMENSIONS == 0
+def narrow_dtype(isa: str | None, head_dim: int) -> torch.dtype:
+    """The faster 16 bits for pages: bfloat16 where many rows attend to them by tiles of AMX.
+
+    Args:
+        isa: of the extension; None where there is none.
+    """
+    return torch.bfloat16 if isa == "amx" and head_dim % TILED_DIMENSIONS == 0 else torch.float16
 
 
 def check_cache(

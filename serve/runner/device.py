@@ -12,7 +12,7 @@ from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.quantized import Int4Linear, Int8Linear
 from penjing.kernels.cpu import extension
-from penjing.kernels.cpu.kv_layout import tiles_attend
+from penjing.kernels.cpu.kv_layout import narrow_dtype
 from penjing.kernels.dispatch import cuda_refusal
 from penjing.kernels.gpu.registry import MAX_HEAD_DIM
 from penjing.kernels.int4_linear import FLOATING
@@ -64,7 +64,8 @@ def resolve_device(config: EngineConfig, model: DecoderConfig, is_quantized: boo
 
 def _sixteen_bits(model: DecoderConfig) -> KvDtype:
     kernels = extension()
-    return "bfloat16" if kernels is not None and tiles_attend(kernels.isa, model.head_dim) else "float16"
+    narrow = narrow_dtype(kernels.isa if kernels is not None else None, model.head_dim)
+    return "bfloat16" if narrow == torch.bfloat16 else "float16"
 
 
 def is_dense(model: DecoderConfig) -> bool:
