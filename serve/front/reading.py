@@ -56,12 +56,10 @@ class AnswerReader:
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_cut
 
 
-def _behind_thought(guided: dict[str, Any], begun: bool, effort: str | None) -> dict[str, Any]:
-    """A form that begins where a thought ends."""
-    choice = guided["value"].get("choice", "auto") if guided["kind"] == "tools" else None
-    if choice == "auto" or (not begun and effort == "none"):  # any text may stand before a call that is not required
-        return guided
-    return guided | {"thought": "begun" if begun else "open"}
+def _behind_thought(guided: dict[str, Any], begun: bool) -> dict[str, Any]:
+    """A form that begins where a thought ends. Any text may stand before a call that is not required."""
+    free = guided["kind"] == "tools" and guided["value"].get("choice", "auto") == "auto"
+    return guided if free else guided | {"thought": "begun" if begun else "open"}
 
 
 class Reading:
@@ -94,9 +92,11 @@ class Reading:
         split = thinking.thinks
         if split and thinking.special:
             split = not sampling.setdefault("skip_special_tokens", False)
-        begun = await thinking.begun(sampling.get("chat_template_kwargs", {})) if split else None
-        if begun is not None and "guided" in sampling:
-            sampling["guided"] = _behind_thought(sampling["guided"], begun, body.reasoning_effort)
+        variables = sampling.get("chat_template_kwargs", {})
+        begun = await thinking.begun(variables) if split else None
+        told_not_to = not begun and variables.get("enable_thinking") is False
+        if begun is not None and not told_not_to and "guided" in sampling:
+            sampling["guided"] = _behind_thought(sampling["guided"], begun)
         return cls(upstream, ask, begun, tools=bool(body.offered))
 
     def reader(self, *, partial: bool) -> AnswerReader:

@@ -144,6 +144,8 @@ class Constraints:
         limits, grammar = LLParserLimits(verbose_errors=False), guided.grammar(self._control)
         matcher = self._read(lambda: LLMatcher(self._words, grammar, log_level=0, limits=limits))
         if matcher.is_error():
+            if guided.thought is not None:  # what is wrong with the form itself is told in its own lines
+                self.make(guided.model_copy(update={"thought": None}))
             raise RequestError(f"sampling parameter guided: this {guided.kind} is refused: {_reason(matcher)}")
         return Constraint(matcher, self._vocab_size, self._seconds)
 

@@ -199,8 +199,14 @@ def test_a_form_holds_behind_a_thought(qwen: ScriptedFront, r1: ScriptedFront) -
         assert streamed(front, CHAT, **more) == whole(front, CHAT, **more) == ("I {see}.", '{"a": 1}')
         assert front.script.asked["guided"] == {"kind": "json_object", "thought": thought}
     qwen.script.pieces = ['{"a": 1}']
-    assert whole(qwen, CHAT, reasoning_effort="none", **more) == ("", '{"a": 1}')
-    assert qwen.script.asked["guided"] == {"kind": "json_object"}
+    off: tuple[dict[str, Any], ...] = (
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "minimal"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    for told in off:
+        assert whole(qwen, CHAT, **told, **more) == ("", '{"a": 1}')
+        assert qwen.script.asked["guided"] == {"kind": "json_object"}, told
     assert whole(qwen, CHAT, **more) == ("", '{"a": 1}')
 
 

@@ -272,6 +272,18 @@ def test_a_form_may_begin_behind_a_thought(guided: dict[str, Any], fits: str, do
     assert taken("begun", "only thought")[0] == taken("begun", "only thought")[1]
 
 
+def test_a_wrong_form_behind_a_thought_is_told_in_its_own_lines(engine: LLMEngine) -> None:
+    words = []
+    for thought in ({}, {"thought": "open"}):
+        guided = {"kind": "grammar", "value": "start: x"} | thought
+        with pytest.raises(RequestError) as caught:
+            engine.prepare(Request("r", "a", SamplingParams.from_json({"guided": guided})))
+        words.append(str(caught.value))
+    assert words[0] == words[1]
+    with pytest.raises(RequestError, match="this regex is refused"):  # what only the rules around it break
+        ask(engine, {"kind": "regex", "value": "a\\", "thought": "open"})
+
+
 def test_what_no_text_can_be_ends_that_answer_alone(engine: LLMEngine) -> None:
     bad = SamplingParams.from_json({"guided": {"kind": "json_schema", "value": {"$ref": "#"}}})
     outputs = run_all(
