@@ -50,19 +50,46 @@ inline V load_floats(const Brain* p, int n) { return v_load_bf16_n(&p->bits, TAI
 template <bool TAIL>
 inline V load_floats(const int8_t* p, int n) { return TAIL ? v_load_int8_n(p, n) : v_load_int8(p); }
 
+// Products of dimensions [first, end) are added, one chain a score; keys stay in registers.
+template <int MR, int GROUPS, typename T>
+inline void add_chain(const float* q, int64_t head_dim, const Keys<GROUPS, T>& keys, int64_t first, int64_t end,
+                      V (&sum)[MR][GROUPS * PARTS]) {
+    constexpr int NR = GROUPS * PARTS;
+    for (int64_t d = first; d < end; ++d) {
+        keys.fetch(static_cast<int>(d));
+        V key[NR];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; ++n) key[n] = load_floats<false>(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W, W);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+            const V query = v_set(q[m * head_dim + d]);
+#pragma GCC unroll 4
+            for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(query, key[n], sum[m][n]);
+        }
+    }
+}
+
+template <int MR, int NR>
+inline void clear(V (&sum)[MR][NR]) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
+}
+
 template <int MR, int GROUPS, typename T>
 inline void scores(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
     constexpr int NR = GROUPS * PARTS;
     const int64_t head_dim = tile.head_dim;
-    const float* q = static_cast<const float*>(tile.q) + row * head_dim;
-    V sum[MR][NR];
-    for (int m = 0; m < MR; ++m)
-        for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
     const Keys<GROUPS, T> keys(*tile.keys, group, ahead);
-    for (int d = 0; d < head_dim; ++d) {
-        keys.fetch(d);
-        // What there is less of stays in registers.
-        if (MR < NR) {
+    V sum[MR][NR];
+    clear(sum);
+    const float* q = static_cast<const float*>(tile.q) + row * head_dim;
+    if (MR >= NR) {
+        add_chain<MR>(q, head_dim, keys, 0, head_dim, sum);
+    } else {  // what there is less of stays in registers: queries
+        for (int d = 0; d < head_dim; ++d) {
+            keys.fetch(d);
             V query[MR];
 #pragma GCC unroll 8
             for (int m = 0; m < MR; ++m) query[m] = v_set(q[m * head_dim + d]);
@@ -72,16 +99,6 @@ inline void scores(const AttentionTile& tile, int row, int group, const void* co
 #pragma GCC unroll 8
                 for (int m = 0; m < MR; ++m) sum[m][n] = v_fma(query[m], key, sum[m][n]);
             }
-        } else {
-            V key[NR];
-#pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) key[n] = load_floats<false>(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W, W);
-#pragma GCC unroll 8
-            for (int m = 0; m < MR; ++m) {
-                const V query = v_set(q[m * head_dim + d]);
-#pragma GCC unroll 4
-                for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(query, key[n], sum[m][n]);
-            }
         }
     }
     for (int m = 0; m < MR; ++m)
@@ -89,8 +106,7 @@ inline void scores(const AttentionTile& tile, int row, int group, const void* co
 }
 
 // The same beside bfloat16, in which keys and queries are: a chain for each CHAIN dimensions, and the sum of two such chains
-// is added to what is there. So do AMX's tiles. Products
-// of two such numbers are exact, fused or not.
+// is added to what is there. So do AMX's tiles. Products of two such numbers are exact, fused or not.
 template <int MR, int GROUPS, typename T>
 inline void scores_in_chains(const AttentionTile& tile, int row, int group, const void* const* ahead, float* out) {
     constexpr int NR = GROUPS * PARTS;
@@ -101,22 +117,8 @@ inline void scores_in_chains(const AttentionTile& tile, int row, int group, cons
     for (int64_t first = 0; first < head_dim; first += CHAIN) {
         const int64_t end = first + CHAIN < head_dim ? first + CHAIN : head_dim;
         V sum[MR][NR];
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) sum[m][n] = v_zero();
-        for (int64_t d = first; d < end; ++d) {
-            keys.fetch(static_cast<int>(d));
-            V key[NR];
-#pragma GCC unroll 4
-            for (int n = 0; n < NR; ++n) key[n] = load_floats<false>(keys.at[n / PARTS] + d * CHOICE_KEYS + n % PARTS * W, W);
-#pragma GCC unroll 8
-            for (int m = 0; m < MR; ++m) {
-                const V query = v_set(q[m * head_dim + d]);
-#pragma GCC unroll 4
-                for (int n = 0; n < NR; ++n) sum[m][n] = v_fma(query, key[n], sum[m][n]);
-            }
-        }
+        clear(sum);
+        add_chain<MR>(q, head_dim, keys, first, end, sum);
         const bool second = first / CHAIN % 2;
 #pragma GCC unroll 8
         for (int m = 0; m < MR; ++m) {

@@ -24,7 +24,14 @@ class Pages:
     """The same random keys and values in pages that lie by token and in turned ones; the rest of them is NaN, or 77."""
 
     def __init__(
-        self, kernels: CpuExtension, dtype: torch.dtype, contexts: list[int], page: int, kv_heads: int, head_dim: int
+        self,
+        kernels: CpuExtension,
+        dtype: torch.dtype,
+        contexts: list[int],
+        page: int,
+        kv_heads: int,
+        head_dim: int,
+        size: float = 1.0,
     ):
         blocks = [-(-context // page) for context in contexts]
         order = torch.randperm(sum(blocks) + 2)[: sum(blocks)]
@@ -36,7 +43,7 @@ class Pages:
                 for row, context in zip(rows, contexts, strict=True)
             ]
         )
-        keys, values = (torch.randn(len(slots), kv_heads, head_dim) for _ in range(2))
+        keys, values = (torch.randn(len(slots), kv_heads, head_dim) * size for _ in range(2))
         self.contexts, self.caches = contexts, {}
         for turned in (False, True):
             shape = (sum(blocks) + 2, kv_heads, page, head_dim)
