@@ -21,7 +21,6 @@ from penjing.serve.front.bodies import (
     JsonSchema,
     NamedFunction,
     NamedTool,
-    Part,
     ResponseFormat,
     Sampling,
     StopText,
@@ -30,6 +29,7 @@ from penjing.serve.front.bodies import (
     ToolCall,
 )
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.fields import Part
 from penjing.serve.sampling.params import MAX_STOP_STRINGS
 
 

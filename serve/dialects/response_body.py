@@ -18,7 +18,6 @@ from penjing.serve.front.bodies import (
     JsonSchema,
     NamedFunction,
     NamedTool,
-    Part,
     ResponseFormat,
     Sampling,
     TextPart,
@@ -27,6 +26,7 @@ from penjing.serve.front.bodies import (
     sampling_parameter,
 )
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.fields import Part
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from penjing.core.errors import RequestError
 from penjing.serve.front.finite import finite, is_finite
 from penjing.serve.gate.errors import ApiError
-from penjing.serve.gate.fields import explained
+from penjing.serve.gate.fields import Part, explained
 from penjing.serve.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from penjing.serve.sight.wire import from_data_url
 
@@ -32,12 +32,6 @@ def sampling_parameter(name: str, description: str) -> Any:
     rules = SamplingParams.model_fields[name].metadata
     bounds = {key: getattr(rule, key) for rule in rules for key in ("ge", "gt", "le", "lt") if hasattr(rule, key)}
     return Field(default=None, description=description, **bounds)
-
-
-class Part(BaseModel):
-    """Any object in a body. JSON has types of its own, so none is guessed: `"5"` is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Body(Part):
@@ -120,12 +114,7 @@ class Generation(Sampling):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-_FORMS = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+_FORMS = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _ENGINE_FIELDS = tuple(
     set(Generation.model_fields) - set(Body.model_fields) - {"stream", "stream_options", "user", *_FORMS}
 )

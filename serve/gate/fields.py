@@ -1,4 +1,5 @@
-"""Which field of a request's body is wrong, as the client wrote it, and why: pydantic's errors as one of ours."""
+"""The objects of a request's body; which field is wrong, as the client wrote it, and why: pydantic's errors as one of
+ours."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import ErrorDetails
 
 from penjing.serve.gate.errors import ApiError
@@ -15,6 +16,27 @@ Location = tuple[int | str, ...]
 MAX_SHOWN = 80
 _OF_A_NAME = "[key]"
 """What a location ends with if the name itself is wrong."""
+
+
+class Part(BaseModel):
+    """Any object in a body. JSON has types of its own, so none is guessed: `"5"` is no number.
+
+    An unknown field is an error, unless it is null: clients that write all of their fields ask for nothing by it.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        nothing = {name for name, value in values.items() if value is None and name not in known}
+        # The same object wherever it can be: errors are traced to where the body has it.
+        return {name: value for name, value in values.items() if name not in nothing} if nothing else values
 
 
 class _Fault(NamedTuple):

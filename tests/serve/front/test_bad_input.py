@@ -111,6 +111,18 @@ def test_wrong_fields(front: Fronted, path: str, changes: dict[str, Any], param:
     assert front.ask(path, good).status == 200
 
 
+def test_null_asks_for_nothing_where_no_field_has_the_name(front: Fronted) -> None:
+    """Some clients write all the fields that they know, and send messages back as another server wrote them."""
+    content = [{"type": "text", "text": "x", "cache": None}]
+    message = {"role": "user", "content": content, "reasoning": None}
+    good: dict[str, Any] = {"model": "llm", "max_tokens": 1, "functions": None, "messages": [message]}
+    assert front.ask(CHAT, good).status == 200
+    assert front.ask(CHAT, good | {"functions": []}).error["param"] == "functions"
+    assert front.ask(CHAT, good | {"messages": [message | {"mood": 1}]}).error["param"] == "messages.0.mood"
+    assert front.ask(CHAT, good | {"messages": [{"name": None, "content": "x"}]}).error["param"] == "messages.0.role"
+    assert front.ask(COMPLETION, {"model": "llm", "max_tokens": 1, "prompt": None}).error["param"] == "prompt"
+
+
 def test_a_whole_number_may_have_a_point(front: Fronted) -> None:
     """JSON has one kind of number, and some languages write 2 as 2.0."""
     answer = front.ask(COMPLETION, {"model": "llm", "prompt": [5.0, 6.0], "max_tokens": 2.0, "n": 2.0})
