@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--through-server", action="store_true", help="also measure through Triton server")
     kinds = ("auto", "float16", "bfloat16", "int8")
     parser.add_argument("--kv-dtype", default="auto", choices=kinds, help="of our keys and values")
+    parser.add_argument("--machine", default="", metavar="NAME", help="rows begin with it: not the README's machine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
 
@@ -97,7 +98,7 @@ def main() -> int:
     runs = arguments.rounds * arguments.runs
     prefix = ("" if checkpoint == CHECKPOINT else f"{checkpoint.name}/") + ("int4/" if four else "")
     prefix += "" if arguments.kv_dtype == "auto" else f"{arguments.kv_dtype}_cache/"
-    prefix += level_prefix()
+    prefix += level_prefix() + (f"{arguments.machine}/" if arguments.machine else "")
     append("engine", engine_rows(outcome, runs, prefix), arguments.results)
     if arguments.through_server:
         append("server", server_rows(outcome, runs), arguments.results)
