@@ -11,6 +11,7 @@ The figures are defined in peers/figures.py; every contestant gets the same prom
 artifact in 4 bits are called int4/…, with keys and values in INT8 int8_cache/…, with AMX amx/…, without AVX-512
 avx2/…; those of another model than SmolLM2 begin with the name of its checkpoint's folder. Where no other program reads
 that checkpoint, peers run the GGUF file that it was imported from, and our own artifact in 8 bits is build/NAME-int8.
+The README tells of the last rows of each name; with `--machine NAME` rows have that name in front of the figure's.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> int:
     parser.add_argument("--through-server", action="store_true", help="also measure through Triton server")
     kinds = ("auto", "float16", "bfloat16", "int8")
     parser.add_argument("--kv-dtype", default="auto", choices=kinds, help="of our keys and values")
-    parser.add_argument("--machine", default="", metavar="NAME", help="rows begin with it: not the README's machine")
+    parser.add_argument("--machine", default="", metavar="NAME", help="names rows that the README does not tell of")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
 
@@ -101,7 +102,7 @@ def main() -> int:
     prefix += level_prefix() + (f"{arguments.machine}/" if arguments.machine else "")
     append("engine", engine_rows(outcome, runs, prefix), arguments.results)
     if arguments.through_server:
-        append("server", server_rows(outcome, runs), arguments.results)
+        append("server", server_rows(outcome, runs, prefix), arguments.results)
     return 0
 
 

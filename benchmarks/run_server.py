@@ -37,8 +37,10 @@ def main() -> int:
     return 0
 
 
-def server_rows(outcome: Outcome, runs: int) -> list[Row]:
+def server_rows(outcome: Outcome, runs: int, prefix: str = "") -> list[Row]:
     """A row for each figure through Triton server; `ratio` is its share of the same figure in process.
+
+    Metrics begin with `prefix`.
 
     Raises:
         SetupError: either of them failed.
@@ -48,7 +50,7 @@ def server_rows(outcome: Outcome, runs: int) -> list[Row]:
     return [
         new_row(
             "server",
-            metric,
+            f"{prefix}{metric}",
             outcome.median("penjing_server", metric),
             "tok/s",
             runs=runs,

@@ -96,6 +96,11 @@ def test_without_peers_there_are_rows_all_the_same():
     assert [(row.metric, row.value, row.ratio) for row in made] == [(metric, 100, None) for metric in METRICS]
 
 
+def test_server_rows_have_the_names_of_the_engines():
+    outcome = Outcome({"penjing": result("penjing INT4", 100), "penjing_server": result("through", 95)})
+    assert [row.metric for row in server_rows(outcome, 1, "int4/")] == [f"int4/{metric}" for metric in METRICS]
+
+
 def test_server_rows_compare_with_the_engine_in_process():
     outcome = Outcome({"penjing": result("penjing 0.1.0 INT8", 100), "penjing_server": result("through", 95)})
     assert {(row.value, row.ratio) for row in server_rows(outcome, runs=1)} == {(95, 0.95)}
