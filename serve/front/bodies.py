@@ -114,7 +114,12 @@ class Generation(Sampling):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-_FORMS = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_FORMS = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 _ENGINE_FIELDS = tuple(
     set(Generation.model_fields) - set(Body.model_fields) - {"stream", "stream_options", "user", *_FORMS}
 )

@@ -120,6 +120,18 @@ def test_schemas_are_json_schemas_and_references_lead_somewhere(document: dict[s
         ),
         ("/v1/responses", {"input": "a", "background": False}, {"input": "a", "background": 0}),
         ("/v1/responses", {"input": "a", "background": None}, {"input": "a", "background": True}),
+        ("/v1/completions", {"prompt": "a", "functions": None}, {"prompt": "a", "functions": []}),
+        (
+            "/v1/chat/completions",
+            {"messages": [MESSAGES[0] | {"mood": None}]},
+            {"messages": [MESSAGES[0] | {"mood": 1}]},
+        ),
+        ("/v1/responses", {"input": "a", "moods": None}, {"input": "a", "moods": {}}),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "max_tokens": 1, "mood": None},
+            {"messages": MESSAGES, "max_tokens": 1, "mood": 0},
+        ),
         ("/v1/completions", {"prompt": "a", "n": 1.0, "stop": ["a"]}, {"prompt": "a", "n": 65}),
         ("/v1/completions", {"prompt": [1.0], "top_p": 1}, {"prompt": "a", "top_p": 0}),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"5": -100}}, {"prompt": "a", "logit_bias": {"a": 1}}),
