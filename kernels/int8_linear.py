@@ -50,7 +50,7 @@ class PackedInt8:
         cpp = extension()
         assert cpp is not None  # asked for by the extension's own path
         if (part := self.stepped_part) is not None:
-            return cpp.prepack_stepped([part], self.group)
+            return cpp.prepack_stepped([part], self.group, zero_points=self.zero_points)
         return cpp.prepack_int8(self.weight_NK, self.scale_N, self.bias_N, zero_points=self.zero_points)
 
     @property
@@ -92,7 +92,8 @@ def prepack_int8(
         zero_points: of activations, see `kernels.quantize.quantize_above`.
 
     Raises:
-        ValueError: a wrong shape, dtype or device, or zero points beside a weight in 4 bits.
+        ValueError: a wrong shape, dtype or device, or zero points beside a weight in 4 bits whose groups do not divide
+            their blocks.
     """
     if isinstance(weight_NK, torch.Tensor):
         if weight_NK.dim() != 2 or weight_NK.dtype != torch.int8 or 0 in weight_NK.shape:
@@ -100,8 +101,10 @@ def prepack_int8(
                 f"weight_NK has shape {tuple(weight_NK.shape)} and {weight_NK.dtype}; int8 (N, K) is needed"
             )
         weight_NK = weight_NK.contiguous()
-    elif zero_points:
-        raise ValueError("zero_points are of weights in 8 bits")
+    elif zero_points and ABOVE_INPUTS % weight_NK.group:
+        raise ValueError(
+            f"groups of {weight_NK.group} inputs: with zero points those of a weight in 4 bits divide {ABOVE_INPUTS}"
+        )
     out_features, in_features = weight_NK.shape
     vectors = [("scale_N", scale_N)] + ([("bias_N", bias_N)] if bias_N is not None else [])
     for name, vector in vectors:

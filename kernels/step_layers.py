@@ -146,10 +146,11 @@ class Packer:
             return packed.linear
         eights = [linear for linear in group if isinstance(linear, PackedInt8)]
         stepped = [part for linear in eights if (part := linear.stepped_part) is not None]
-        if stepped:
-            return self.extension.prepack_stepped(stepped, eights[0].group, swiglu=swiglu, memory=memory).linear
-        parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         above = eights[0].zero_points
+        if stepped:
+            more = {"swiglu": swiglu, "memory": memory, "zero_points": above}
+            return self.extension.prepack_stepped(stepped, eights[0].group, **more).linear
+        parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
 
     def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], gelu: bool = False) -> int:
@@ -171,9 +172,9 @@ class Packer:
         if isinstance(first, PackedInt4):
             sizes = columns, first.in_features, first.group, first.scale_NG.dtype
             return self.extension.packed_int4_bytes(*sizes, swiglu, first.offset_NG is not None)
-        if isinstance(first, PackedInt8) and first.group:
-            return self.extension.packed_stepped_bytes(columns, first.in_features, first.group, swiglu)
         above = isinstance(first, PackedInt8) and first.zero_points
+        if isinstance(first, PackedInt8) and first.group:
+            return self.extension.packed_stepped_bytes(columns, first.in_features, first.group, swiglu, above)
         return self.extension.packed_bytes(columns, size(first)[1], swiglu, above)
 
 

@@ -163,9 +163,7 @@ def compress_layer(
         x_MK = inputs[group]
         formats = {settings.bits(f"model.layers.{layer}.{linear}") for linear in quantized_here}
         above = settings.above(f"model.layers.{layer}.{group}")
-        rules_of = {
-            bits: int8_rule(settings, x_MK, above) if bits == 8 else int4_rule(settings, x_MK) for bits in formats
-        }
+        rules_of = {bits: (int8_rule if bits == 8 else int4_rule)(settings, x_MK, above) for bits in formats}
         for linear in quantized_here:
             bits = settings.bits(f"model.layers.{layer}.{linear}")
             quantized = rules_of[bits](weights[f"{linear}.weight"])
@@ -188,15 +186,17 @@ def int8_rule(settings: Int8Settings, x_MK: Tensor, above: bool = False) -> Call
     return lambda weight_NK: quantize_compensated(weight_NK, spread_KK)
 
 
-def int4_rule(settings: Int8Settings, x_MK: Tensor) -> Callable[[Tensor], GroupedWeight | SteppedWeight]:
-    """How the settings round the 4-bit weights that read the activations `x_MK`."""
+def int4_rule(
+    settings: Int8Settings, x_MK: Tensor, above: bool = False
+) -> Callable[[Tensor], GroupedWeight | SteppedWeight]:
+    """How the settings round the 4-bit weights that read the activations `x_MK`; `above`: with zero points."""
     fit = (whole_range if settings.offsets == "whole" else group_range) if settings.offsets else group_scale
     if settings.rounding == "nearest":
         importance_K = x_MK.square().mean(dim=0)
         if settings.scales == "whole":
             return lambda weight_NK: quantize_stepped(weight_NK, settings.group, importance_K)
         return lambda weight_NK: quantize_grouped(weight_NK, settings.group, importance_K, fit)
-    spread_KK = error_spread(fake_quantize_activation(x_MK, settings.activation_group(4)))
+    spread_KK = error_spread(fake_quantize_activation(x_MK, settings.activation_group(4), above))
     if settings.scales == "whole":
         return lambda weight_NK: quantize_stepped_compensated(weight_NK, settings.group, spread_KK)
     return lambda weight_NK: quantize_grouped_compensated(weight_NK, settings.group, spread_KK, fit)

@@ -7,7 +7,9 @@ and a step of an optimiser changes large and small ones alike.
 
 The scale of a row of 8 bits is learnt by LSQ's gradient (https://arxiv.org/abs/1902.08153): where it changes, its
 weights stay and are rounded anew. The grid of a group of 4 bits moves its weights, whose integers stay: in a short
-training few integers change, and scales and offsets are what can make up for the others.
+training few integers change, and scales and offsets are what can make up for the others. Where these are whole numbers
+on top of the scale of a row, that scale and the offsets are learnt, and the steps stay: a short training changes them
+by less than one.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from torch import Tensor, nn
 from penjing.compress.decoder.int4 import LEAST_SCALE, GroupedWeight
 from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.rounding.formats import INT4_WEIGHT, INT8_WEIGHT, NumberFormat
+from penjing.compress.rounding.stepped import SteppedWeight
 from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.kernels.int4_linear import OFFSET, unpack_int4
 from penjing.kernels.quantize import dequantize_above, quantize_above, quantize_per_token_torch
+from penjing.kernels.rounding import INT8_LIMIT
+from penjing.kernels.stepped import LARGEST_NUMBER
 
 UNITS = {8: 0.005, 4: 0.01}  # by bits: an update of 1e-5 moves a weight by 0.002 or 0.001 of its scale
 SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight of 8 bits by 0.013 of it
@@ -32,7 +37,7 @@ OFFSET_RATE = 80.0  # … and an offset by 8e-4 of its scale: as much as the sca
 INSIDE = 0.49  # of a scale: how far a weight may begin from the integer that it begins with
 EDGE = 1e-3  # of a scale: a weight beyond the last integer would count as clipped, and not learn
 
-Stored = QuantizedWeight | GroupedWeight
+Stored = QuantizedWeight | GroupedWeight | SteppedWeight
 
 
 class _Activation(torch.autograd.Function):
@@ -79,17 +84,20 @@ class RoundedLinear(nn.Linear):
     """`Int8Linear` or `Int4Linear` for training; (…, in_features) → (…, out_features).
 
     Attributes:
-        scheme: how it is rounded; with 4 bits float scales, and offsets or none.
+        scheme: how it is rounded.
         weight: (out_features, in_features) how many of the steps that it began with each weight is from the middle of
             its grid, times `unit`.
-        growth: (out_features, groups) logarithms of the scales over those that training began with, over SCALE_RATE.
+        growth: (out_features, groups) logarithms of the scales over those that training began with, over SCALE_RATE;
+            with whole steps (out_features, 1).
         shift: (out_features, groups), where there are offsets, how far they are from those that training began with,
-            over the scales that it began with and OFFSET_RATE.
-        begun_scale, begun_offset: (out_features, groups) the scales and offsets that training began with.
+            over the scales that it began with, or the steps, and OFFSET_RATE.
+        begun_scale, begun_offset: as `growth` and `shift`, the scales and offsets that training began with.
+        step: (out_features, groups), where the scheme has them.
     """
 
     begun_scale: Tensor
     begun_offset: Tensor
+    step: Tensor
 
     def __init__(
         self,
@@ -100,15 +108,17 @@ class RoundedLinear(nn.Linear):
         scheme: Scheme = INT8,
     ) -> None:
         super().__init__(in_features, out_features, bias, device)
-        assert not scheme.steps, "whole scales do not learn"
         self.scheme, self.values = scheme, INT8_WEIGHT if scheme.bits == 8 else INT4_WEIGHT
         self.unit = UNITS[scheme.bits]
-        groups = in_features // scheme.group if scheme.group else 1
-        self.growth = nn.Parameter(torch.zeros(out_features, groups, device=device))
-        self.register_buffer("begun_scale", torch.ones(out_features, groups, device=device))
-        if scheme.offsets:
-            self.shift = nn.Parameter(torch.zeros(out_features, groups, device=device))
-            self.register_buffer("begun_offset", torch.zeros(out_features, groups, device=device))
+        self.groups = in_features // scheme.group if scheme.group else 1
+        scales = 1 if scheme.steps else self.groups
+        self.growth = nn.Parameter(torch.zeros(out_features, scales, device=device))
+        self.register_buffer("begun_scale", torch.ones(out_features, scales, device=device))
+        if scheme.steps:
+            self.register_buffer("step", torch.ones(out_features, self.groups, device=device))
+        if scheme.offsets or scheme.steps:
+            self.shift = nn.Parameter(torch.zeros(out_features, self.groups, device=device))
+            self.register_buffer("begun_offset", torch.zeros(out_features, self.groups, device=device))
 
     @property
     def stored_type(self) -> torch.dtype:
@@ -118,9 +128,14 @@ class RoundedLinear(nn.Linear):
         return torch.float16 if self.scheme.offsets else torch.bfloat16
 
     def grid(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and offsets, (out_features, groups) float32, of values that can be stored; gradients pass as if they
-        were not rounded to these."""
+        """Scales and offsets, shaped as `growth` and `shift`, float32, of values that can be stored; gradients pass as
+        if they were not rounded to these. Beside whole steps an offset is a whole number too."""
         scale_NG = self.begun_scale * (self.growth * SCALE_RATE).exp()
+        if self.scheme.steps:
+            offset_NG = self.begun_offset + self.shift * OFFSET_RATE * self.step
+            highest_NG = INT8_LIMIT - LARGEST_NUMBER * self.step
+            whole_NG = offset_NG.detach().round().clamp(min=-INT8_LIMIT).minimum(highest_NG)
+            return scale_NG, offset_NG + (whole_NG - offset_NG.detach())
         if not self.scheme.offsets:
             return self._storable(scale_NG), None
         offset_NG = self.begun_offset + self.shift * OFFSET_RATE * self.begun_scale
@@ -132,9 +147,11 @@ class RoundedLinear(nn.Linear):
     def rounded_weight(self) -> Tensor:
         """(out_features, in_features) float32: what `forward` multiplies with."""
         scale_NG, offset_NG = self.grid()
-        middle_NG1 = None if offset_NG is None else (offset_NG + OFFSET * scale_NG)[..., None]
-        weight_NGB: Tensor = _Weight.apply(self._steps(), scale_NG[..., None], middle_NG1, self.values)  # pyright: ignore[reportAssignmentType]
-        return weight_NGB.flatten(1)
+        step_NG = self.step if self.scheme.steps else scale_NG
+        middle_NG1 = None if offset_NG is None else (offset_NG + OFFSET * step_NG)[..., None]
+        weight_NGB: Tensor = _Weight.apply(self._steps(), step_NG[..., None], middle_NG1, self.values)  # pyright: ignore[reportAssignmentType]
+        weight_NK = weight_NGB.flatten(1)
+        return weight_NK * scale_NG if self.scheme.steps else weight_NK  # what is in steps is whole numbers until here
 
     def _steps(self) -> Tensor:
         """(out_features, groups, inputs of a group): what is rounded, in steps."""
@@ -142,7 +159,7 @@ class RoundedLinear(nn.Linear):
             unit_NG = self.unit * (self.growth * SCALE_RATE).exp()
         else:
             unit_NG = torch.full_like(self.growth, self.unit)
-        return self.weight.unflatten(1, (self.growth.shape[1], -1)) / unit_NG[..., None]
+        return self.weight.unflatten(1, (self.groups, -1)) / unit_NG[..., None]
 
     @torch.no_grad()
     def begin(self, weight_NK: Tensor, stored: Stored) -> None:
@@ -151,24 +168,27 @@ class RoundedLinear(nn.Linear):
         Of 4 bits a weight that would round to another integer begins at that of `stored`. Compensated rounding moves a
         large share of them; from the edge of their step they would leave it together, in the first updates.
         """
-        offset_NG = None
-        if isinstance(stored, QuantizedWeight):
-            scale_NG = stored.scale_N1
-        else:
+        offset_NG, integers_NK = None, stored.number_NK if isinstance(stored, SteppedWeight) else stored.weight_NK
+        if isinstance(stored, GroupedWeight):
             scale_NG, offset_NG = stored.scale_NG, stored.offset_NG
+        else:
+            scale_NG = stored.scale_N1
         self.begun_scale.copy_(scale_NG)
         self.growth.zero_()
-        apart_NGB = weight_NK.unflatten(1, (scale_NG.shape[1], -1))
+        step_NG, apart_NGB = self.begun_scale, weight_NK.unflatten(1, (self.groups, -1))
+        if isinstance(stored, SteppedWeight):
+            step_NG, offset_NG = self.step.copy_(stored.step_NG), stored.offset_NG
+            apart_NGB = apart_NGB / self.begun_scale[..., None]
         if offset_NG is not None:
             self.begun_offset.copy_(offset_NG)
             self.shift.zero_()
-            apart_NGB = apart_NGB - (self.begun_offset + OFFSET * self.begun_scale)[..., None]
-        steps_NK = (apart_NGB / self.begun_scale[..., None]).flatten(1)
-        apart_NK = steps_NK - stored.weight_NK
+            apart_NGB = apart_NGB - (self.begun_offset + OFFSET * step_NG)[..., None]
+        steps_NK = (apart_NGB / step_NG[..., None]).flatten(1)
+        apart_NK = steps_NK - integers_NK
         if self.scheme.bits == 8:
-            near_NK = stored.weight_NK + apart_NK.clamp(-INSIDE, INSIDE)
+            near_NK = integers_NK + apart_NK.clamp(-INSIDE, INSIDE)
         else:
-            near_NK = stored.weight_NK + torch.where(apart_NK.abs() < INSIDE, apart_NK, 0)
+            near_NK = integers_NK + torch.where(apart_NK.abs() < INSIDE, apart_NK, 0)
         self.weight.copy_(near_NK.clamp(self.values.low + EDGE, self.values.high - EDGE) * self.unit)
 
     @torch.no_grad()
@@ -178,6 +198,9 @@ class RoundedLinear(nn.Linear):
         scale_NG, offset_NG = self.grid()
         if self.scheme.bits == 8:
             return QuantizedWeight(integers_NK, scale_NG)
+        if self.scheme.steps:
+            assert offset_NG is not None
+            return SteppedWeight(integers_NK, self.step.to(torch.int8), offset_NG.to(torch.int8), scale_NG)
         stored_NG = None if offset_NG is None else offset_NG.to(self.stored_type)
         return GroupedWeight(integers_NK, scale_NG.to(self.stored_type), stored_NG)
 
@@ -226,5 +249,7 @@ def _stored(name: str, scheme: Scheme, tensor: Callable[[str], Tensor]) -> Store
     scale = tensor(f"{name}.weight_scale")
     if scheme.bits == 8:
         return QuantizedWeight(tensor(f"{name}.weight"), scale)
-    offset_NG = tensor(f"{name}.weight_offset") if scheme.offsets else None
-    return GroupedWeight(unpack_int4(tensor(f"{name}.weight_packed")), scale, offset_NG)
+    integers_NK = unpack_int4(tensor(f"{name}.weight_packed"))
+    if scheme.steps:
+        return SteppedWeight(integers_NK, tensor(f"{name}.weight_step"), tensor(f"{name}.weight_offset"), scale)
+    return GroupedWeight(integers_NK, scale, tensor(f"{name}.weight_offset") if scheme.offsets else None)

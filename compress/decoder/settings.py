@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from penjing.core.config import Config
 from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP
+from penjing.kernels.quantize import ABOVE_INPUTS
 
 
 class Transform(Config):
@@ -78,8 +79,8 @@ class Int8Settings(Config):
         default="float",
         description='Of groups of 4-bit weights. "whole": whole numbers on top of one float scale a row, and an offset '
         "likewise, so that the weights are INT8 weights in half of the bytes, and prompts are about as fast as with "
-        "weights_bits=8. Activations then have one scale a token, which a rotation makes fit. Groups have at most 256 "
-        "inputs, and `offsets` stays false.",
+        "weights_bits=8. Activations then have one scale a token, which a rotation makes fit, or what `zero_points` "
+        "says. Groups have at most 256 inputs, and `offsets` stays false.",
     )
     offsets: bool | Literal["whole"] = Field(
         default=False,
@@ -117,10 +118,11 @@ class Int8Settings(Config):
     )
     zero_points: tuple[str, ...] = Field(
         default=(),
-        description='Shell patterns of linear layers in 8 bits, such as "*.down_proj", whose activations have a scale '
+        description='Shell patterns of linear layers, such as "*.down_proj", whose activations have a scale '
         "and a zero point for each 256 inputs of a token: what sticks out makes the steps of its neighbours coarser, "
         "not those of the whole token, and half as coarse where it lies on one side of 0. The artifact says that a "
-        "token has one of each, which is how other engines compute it. The LM head has none.",
+        "token has one of each, which is how other engines compute it. The LM head has none. Beside 4-bit weights they "
+        'need scales="whole", and groups of 32, 64, 128 or 256 inputs.',
     )
     keep: tuple[str, ...] = Field(
         default=(), description='Shell patterns of linear layers that stay floating, such as "*.down_proj".'
@@ -155,8 +157,10 @@ class Int8Settings(Config):
             raise ValueError(f'scales="whole" has groups of up to {LARGEST_STEPPED_GROUP} inputs, not {self.group}')
         if self.weights_bits == 8 and self.activations_bits == 16:
             raise ValueError("activations_bits=16 is of layers of 4-bit weights: leave it out, or take weights_bits=4")
-        if self.weights_bits == 4 and self.zero_points:
-            raise ValueError("zero_points are of activations in 8-bit networks: leave them out where weights_bits is 4")
+        if self.weights_bits == 4 and self.zero_points and self.scales == "float":
+            raise ValueError('zero_points need scales="whole" where weights_bits is 4: take it, or leave them out')
+        if self.weights_bits == 4 and self.zero_points and ABOVE_INPUTS % self.group:
+            raise ValueError(f"group={self.group}: with zero_points take one that divides {ABOVE_INPUTS}")
         if self.weights_bits == 8 and self.keep_int8:
             raise ValueError("keep_int8 says what stays in 8 bits where weights_bits is 4; here all layers have 8")
         return self

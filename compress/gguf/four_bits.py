@@ -54,6 +54,15 @@ def four_bit_blocks(packed: NDArray[np.int32], scale: Floats, offset: Floats | N
     )
 
 
+def near_halves(x: Floats) -> Floats:
+    """`x` rounded to float16, where that keeps 11 bits of each value; else as it is. A row's scale that was learnt has
+    more, and what whole numbers make of it is rounded as the scale of a Q8_0 block is."""
+    with np.errstate(over="ignore"):
+        halves = x.astype(np.float16).astype(np.float32)
+        near = np.abs(halves - x) <= np.abs(x) / 2**11
+    return halves if near.all() else x
+
+
 def _values(packed: NDArray[np.int32]) -> Bytes:
     """(rows, K / 32, 32) from 0 to 15."""
     rows, words = packed.shape

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from penjing.compress.gguf.architecture import architecture_fields, architecture_of, rotary_divisors
-from penjing.compress.gguf.four_bits import four_bit_blocks
+from penjing.compress.gguf.four_bits import four_bit_blocks, near_halves
 from penjing.compress.gguf.tokenizer import tokenizer_fields
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
@@ -187,7 +187,7 @@ def _tensor(checkpoint: Checkpoint, name: str, turned: bool) -> tuple[NDArray[An
         ends = [end for end in ("scale", "offset", "step") if f"{name}_{end}" in checkpoint.tensor_names]
         scale, *offset = (checkpoint.get(f"{name}_{end}")[order].to(torch.float32).numpy() for end in ends)
         if f"{name}_step" in checkpoint.tensor_names:  # whole numbers on top of the scale of a row
-            scale, offset = scale * offset[1], [scale * offset[0]]
+            scale, offset = near_halves(scale * offset[1]), [near_halves(scale * offset[0])]
         said = f"{checkpoint.folder}: {name}"
         data, kind = four_bit_blocks(weight.contiguous().numpy(), scale, offset[0] if offset else None, said)
         return data, gguf.GGMLQuantizationType[kind]

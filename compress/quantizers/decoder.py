@@ -83,13 +83,12 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
 
     Raises:
         ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
-            fit, no text to train on, training with scales or offsets that are whole numbers, or with one tensor for
+            fit, no text to train on, training with offsets that are whole steps, or with one tensor for
             embedding and LM head.
     """
-    if step.steps and (step.scales == "whole" or step.offsets == "whole"):
+    if step.steps and step.offsets == "whole":
         raise ConfigError(
-            'training moves scales and offsets of groups, which stay no whole numbers: take scales="float" and '
-            "offsets=true or false, or steps=0"
+            "training moves offsets of groups, which stay no whole steps: take offsets=true or false, or steps=0"
         )
     config = open_checkpoint(source).config
     parted = step.transform.rotate or (step.transform.smooth_norm > 0 and step.embedding_dtype != "int8")

@@ -136,32 +136,38 @@ def quantization_config(
         offsets: groups have offsets too, and activations a scale for each group.
         whole: scales and offsets of groups are whole numbers on top of a scale a channel.
         embedding: the embedding is in INT8, a scale a row.
-        above: without groups, the modules whose activations have zero points.
+        above: the modules whose activations have zero points; with groups, `whole` or in 8 bits.
         activation_bits: with groups, of the activations beside 4-bit weights; 16: bfloat16.
     """
-    if not group:
-        layout, groups = INT8_FORMAT, {"group_0": _config_group(["Linear"], WEIGHT_FIELDS)}
-        if above:
-            groups["group_1"] = _config_group(above, WEIGHT_FIELDS) | {"input_activations": ABOVE_FIELDS}
-    else:
-        layout, size = OFFSET_FORMAT if offsets else INT4_FORMAT, {"group_size": group}
-        weights = (OFFSET_WEIGHT_FIELDS if offsets else INT4_WEIGHT_FIELDS) | size
+    layout, weights, activations = INT8_FORMAT, WEIGHT_FIELDS, ACTIVATION_FIELDS
+    eight, above = (eight or []) if group else [], above or []
+    if group:
+        size = {"group_size": group}
+        layout, weights = (
+            OFFSET_FORMAT if offsets else INT4_FORMAT,
+            OFFSET_WEIGHT_FIELDS if offsets else INT4_WEIGHT_FIELDS,
+        )
         if whole:
-            layout, weights = STEPPED_FORMAT, STEPPED_WEIGHT_FIELDS | size
-        groups = {"group_0": _config_group(["Linear"], weights)}
-        if activation_bits == FLOATING:
-            groups["group_0"]["input_activations"] = None
-        elif offsets:
-            groups["group_0"]["input_activations"] = OFFSET_ACTIVATION_FIELDS | size
-        if eight:
-            groups["group_0"]["format"], layout = layout, MIXED_FORMAT
-            groups["group_1"] = _config_group(eight, WEIGHT_FIELDS) | {"format": INT8_FORMAT}
+            layout, weights = STEPPED_FORMAT, STEPPED_WEIGHT_FIELDS
+        weights = weights | size
+        if offsets:
+            activations = OFFSET_ACTIVATION_FIELDS | size
+    kinds = [
+        (["Linear"], weights, None if activation_bits == FLOATING else activations, layout),
+        ([name for name in above if name not in eight], weights, ABOVE_FIELDS, layout),
+        ([name for name in eight if name not in above], WEIGHT_FIELDS, ACTIVATION_FIELDS, INT8_FORMAT),
+        ([name for name in eight if name in above], WEIGHT_FIELDS, ABOVE_FIELDS, INT8_FORMAT),
+    ]
+    kinds = [kind for kind in kinds if kind[0]]
+    mixed = len({form for *_, form in kinds}) > 1
+    groups = {}
+    for number, (targets, stored, inputs, form) in enumerate(kinds):
+        groups[f"group_{number}"] = _config_group(targets, stored, inputs) | ({"format": form} if mixed else {})
     if embedding:
-        table = _config_group([EMBEDDING_MODULE], WEIGHT_FIELDS)
-        groups["group_table"] = table | {"input_activations": None, "format": INT8_FORMAT}
+        groups["group_table"] = _config_group([EMBEDDING_MODULE], WEIGHT_FIELDS, None) | {"format": INT8_FORMAT}
     return {
         "quant_method": QUANT_METHOD,
-        "format": layout,
+        "format": MIXED_FORMAT if mixed else layout,
         "quantization_status": "compressed",
         "kv_cache_scheme": KV_CACHE_FIELDS if kv_scales else None,
         "ignore": keep,
@@ -169,11 +175,11 @@ def quantization_config(
     }
 
 
-def _config_group(targets: list[str], weights: dict[str, Any]) -> dict[str, Any]:
+def _config_group(targets: list[str], weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": ACTIVATION_FIELDS,
+        "input_activations": activations,
         "output_activations": None,
     }
 

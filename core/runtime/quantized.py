@@ -158,7 +158,7 @@ def quantized_linear(
     if scheme.bits == 8:
         return Int8Linear(tensor(f"{name}.weight"), scale, bias_N, scheme.zero_points)
     if scheme.steps:
-        return _checked(name, scheme, tensor, Int8Linear(_stepped(name, tensor), scale, bias_N))
+        return _checked(name, scheme, tensor, Int8Linear(_stepped(name, tensor), scale, bias_N, scheme.zero_points))
     offset = tensor(f"{name}.weight_offset") if scheme.offsets else None
     layer = Int4Linear(tensor(f"{name}.weight_packed"), scale, bias_N, offset, scheme.activation_bits)
     return _checked(name, scheme, tensor, layer)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from penjing.core.errors import InputError
 from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP, LEAST_GROUP
 from penjing.kernels.int4_linear import FLOATING, ActivationBits
+from penjing.kernels.quantize import ABOVE_INPUTS
 
 INT8_FORMAT, INT4_FORMAT, MIXED_FORMAT = "int-quantized", "pack-quantized", "mixed-precision"
 # Not one of compressed-tensors: its zero points are integers, while a group's offset here is any number, as in Q4_1.
@@ -25,8 +26,8 @@ OFFSET_WEIGHT_FIELDS = INT4_WEIGHT_FIELDS | {"symmetric": False}
 OFFSET_ACTIVATION_FIELDS = ACTIVATION_FIELDS | {"strategy": "group"}
 STEPPED_WEIGHT_FIELDS = OFFSET_WEIGHT_FIELDS | {"scale_dtype": "int8"}
 
-# Of 8-bit weights alone. The scheme has a scale and a zero point a token; this engine keeps its own for each block of
-# inputs (`kernels.quantize.ABOVE_INPUTS`), which is finer, as it does for a KV cache.
+# Of weights in 8 bits or in steps. The scheme has a scale and a zero point a token; this engine keeps its own for each
+# block of inputs (`kernels.quantize.ABOVE_INPUTS`), which is finer, as it does for a KV cache.
 ABOVE_FIELDS = ACTIVATION_FIELDS | {"symmetric": False}
 
 # What a stored form asks of weights and activations.
@@ -50,10 +51,10 @@ T = TypeVar("T")
 class Scheme:
     """How a linear layer is stored: 8 bits with a scale a channel, or 4 bits with one for each `group` inputs.
 
-    With offsets a group also has what its weights lie above, and activations have a scale for each group. With zero
-    points, of 8-bit weights, activations have a scale and a zero point for each block of inputs. Beside 4-bit weights
-    activations may have 16 bits: bfloat16. With steps the scale is a channel's, and a group has a whole step and
-    offset.
+    With offsets a group also has what its weights lie above, and activations have a scale for each group. With steps
+    the scale is a channel's, and a group has a whole step and offset. With zero points, of weights in 8 bits or in
+    steps, activations have a scale and a zero point for each block of inputs. Beside 4-bit weights activations may have
+    16 bits: bfloat16.
     """
 
     bits: Literal[4, 8]
@@ -165,7 +166,11 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
         raise InputError(f"{name}.format is {stored!r}: penjing runs {', '.join(_FORMATS)}")
     weights, activations = group.get("weights"), group.get("input_activations")
     _require(f"{name}.weights", weights, _FORMATS[stored][0])
-    above = stored == INT8_FORMAT and isinstance(activations, dict) and activations.get("symmetric") is False
+    above = (
+        stored in (INT8_FORMAT, STEPPED_FORMAT)
+        and isinstance(activations, dict)
+        and activations.get("symmetric") is False
+    )
     floating = stored in (INT4_FORMAT, OFFSET_FORMAT) and activations is None
     if not floating:
         _require(f"{name}.input_activations", activations, ABOVE_FIELDS if above else _FORMATS[stored][1])
@@ -178,12 +183,16 @@ def _scheme(name: str, group: dict[str, Any], layout: str) -> Scheme:
         raise InputError(f"{name}.weights.group_size is {size!r}: penjing runs multiples of {LEAST_GROUP}")
     if stored == STEPPED_FORMAT and size > LARGEST_STEPPED_GROUP:
         raise InputError(f"{name}.weights.group_size is {size}: penjing runs at most {LARGEST_STEPPED_GROUP} in steps")
+    if above and ABOVE_INPUTS % size:
+        raise InputError(
+            f"{name}.weights.group_size is {size}: with zero points penjing runs what divides {ABOVE_INPUTS}"
+        )
     if isinstance(weights, dict) and weights.get("actorder") not in (None, "static", "weight"):
         raise InputError(f"{name}.weights.actorder is {weights['actorder']!r}: penjing runs groups that lie together")
     if stored == OFFSET_FORMAT and not floating:
         _require(f"{name}.input_activations", activations, {"group_size": size})
     if stored == STEPPED_FORMAT:
-        return Scheme(4, size, steps=True)
+        return Scheme(4, size, steps=True, zero_points=above)
     return Scheme(4, size, offsets=stored == OFFSET_FORMAT, activation_bits=FLOATING if floating else 8)
 
 

@@ -9,6 +9,16 @@ using penjing::Int8Rows;
 constexpr int64_t STEPPED_INPUTS = 256;  // expanded at a time, 16 KiB of a panel; no group is larger
 constexpr int STEPPED_ROWS = 96;         // that share what was expanded
 
+// Calls `of(row, place)` for the rows of all tiles, each once, with the place of its sums.
+template <class Of>
+inline void each_row(const RowTiles& tiles, Of of) {
+    for (int tile = 0; tile < tiles.count; ++tile) {
+        const int from = tiles.first(tile);
+        for (int row = tile * tiles.height; row < from + tiles.height; ++row)
+            of(row, (tile * TILE_ROWS + row - from) * PANEL);
+    }
+}
+
 // Sums of one tile of rows, of two where `below` is one, over `inputs` inputs from `code` on.
 inline void stepped_tiles(const uint8_t* x, const uint8_t* below, int64_t ldx, const int8_t* code, int columns, int64_t inputs,
                           const int8_t*& ahead, int lines, bool more, int32_t* acc) {
@@ -30,9 +40,15 @@ inline void stepped_tiles(const uint8_t* x, const uint8_t* below, int64_t ldx, c
     }
 }
 
-// Sums of some rows of a panel, those of tile t from acc + t × TILE_ROWS × PANEL on.
-inline void stepped_sums(const PjLinear& linear, const char* weight, int columns, const uint8_t* x, int64_t ldx,
-                         const RowTiles& tiles, bool fetches, int32_t* acc) {
+// Sums of some rows of a panel from row `begin` on, those of tile t from acc + t × TILE_ROWS × PANEL on. Of a layer with zero
+// points the sums of all blocks of inputs are in `total` in the same places.
+inline void stepped_sums(const PjLinear& linear, int64_t panel, const char* weight, int columns, const Int8Rows& rows,
+                         int begin, const RowTiles& tiles, int32_t* acc, float* total) {
+    static_assert(STEPPED_INPUTS == penjing::ABOVE_INPUTS);
+    const uint8_t* x = rows.x + begin * rows.ldx;
+    const int64_t ldx = rows.ldx, scales = penjing::row_scales(linear);
+    const int32_t* level = linear.comp + panel * linear.width * scales;  // with zero points
+    const bool fetches = begin == 0;
     alignas(64) int8_t code[STEPPED_INPUTS * PANEL];
     const int64_t groups = linear.k / linear.group, most = STEPPED_INPUTS / linear.group;
     const int64_t group_bytes = (2 + linear.group / 2) * columns;
@@ -53,13 +69,19 @@ inline void stepped_sums(const PjLinear& linear, const char* weight, int columns
             const uint8_t* part = x + g * linear.group;
             const uint8_t *above = part + tiles.first(tile) * ldx, *below = two ? part + tiles.first(tile + 1) * ldx : nullptr;
             int32_t* sums = acc + tile * TILE_ROWS * PANEL;
-            stepped_tiles(above, below, ldx, code, columns, inputs, ahead, lines, g != 0, sums);
+            stepped_tiles(above, below, ldx, code, columns, inputs, ahead, lines, g != 0 && !rows.zero, sums);
             if (!rest) continue;
             const int8_t* w = code + columns * done;
             sum_rest(tiles.height, columns, above + done, ldx, w, columns, rest, sums);
             if (two) sum_rest(tiles.height, columns, below + done, ldx, w, columns, rest, sums + TILE_ROWS * PANEL);
         }
         written();
+        if (!rows.zero) continue;
+        each_row(tiles, [&](int row, int64_t place) {
+            const int64_t at = (begin + row) * scales + g / most;
+            add_above(acc + place, level, columns, rows.row_scale[at], rows.zero[at], g != 0, total + place);
+        });
+        level += columns;
     }
 }
 
@@ -68,17 +90,12 @@ inline void stepped_panel(const PjLinear& linear, int64_t panel, const Int8Rows&
     const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
     const char* weight = static_cast<const char*>(linear.weight) + first * penjing::column_bytes(linear);
     alignas(64) int32_t acc[STEPPED_ROWS * PANEL];
-    stepped_sums(linear, weight, columns, rows.x + begin * rows.ldx, rows.ldx, tiles, begin == 0, acc);
-    for (int tile = 0; tile < tiles.count; ++tile) {
-        const int from = tiles.first(tile);
-        for (int row = tile * tiles.height; row < from + tiles.height; ++row) {
-            const int32_t* own = acc + (tile * TILE_ROWS + row - from) * PANEL;
-            const V row_scale = v_set(rows.row_scale[begin + row]);
-            finish_row(linear, first, columns, rows.out + (begin + row) * rows.ldo, rows.add, [&](int column) {
-                return dequantize(linear, own + column, first + column, row_scale);
-            });
-        }
-    }
+    alignas(64) float total[STEPPED_ROWS * PANEL];
+    stepped_sums(linear, panel, weight, columns, rows, begin, tiles, acc, total);
+    each_row(tiles, [&](int row, int64_t place) {
+        if (rows.zero) finish_blocks(linear, first, columns, rows, begin + row, begin + row + 1, total + place);
+        else finish_int8(linear, first, columns, rows, begin + row, begin + row + 1, acc + place);
+    });
 }
 
 inline void stepped_panels(const PjLinear& linear, int64_t begin, int64_t end, const Int8Rows& rows) {

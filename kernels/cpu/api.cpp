@@ -15,7 +15,7 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 28; }
+PJ_API int32_t pj_abi_version() { return 29; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
@@ -62,12 +62,12 @@ PJ_API void pj_pack_int8(const PjPart* parts, int32_t num_parts, int64_t n, int6
                          void* memory, PjLinear* linear) {
     pack_int8(parts, num_parts, n, k, swiglu != 0, zero_points != 0, num_threads(), memory, linear);
 }
-PJ_API uint64_t pj_packed_stepped_bytes(int64_t n, int64_t k, int32_t swiglu, int32_t group) {
-    return packed_stepped_bytes(n, k, swiglu != 0, group);
+PJ_API uint64_t pj_packed_stepped_bytes(int64_t n, int64_t k, int32_t swiglu, int32_t group, int32_t zero_points) {
+    return packed_stepped_bytes(n, k, swiglu != 0, group, zero_points != 0);
 }
 PJ_API void pj_pack_stepped(const PjPart* parts, int32_t num_parts, int64_t n, int64_t k, int32_t swiglu, int32_t group,
-                            void* memory, PjLinear* linear) {
-    pack_stepped(parts, num_parts, n, k, swiglu != 0, group, num_threads(), memory, linear);
+                            int32_t zero_points, void* memory, PjLinear* linear) {
+    pack_stepped(parts, num_parts, n, k, swiglu != 0, group, zero_points != 0, num_threads(), memory, linear);
 }
 PJ_API uint64_t pj_packed_int4_bytes(int64_t n, int64_t k, int32_t swiglu, int32_t group, int32_t scale_dtype,
                                       int32_t offsets) {

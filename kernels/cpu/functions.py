@@ -124,11 +124,7 @@ class CpuExtension:
         memory: Tensor | None = None,
         zero_points: bool = False,
     ) -> Panels:
-        """`prepack_int8` of several (weight_NK, scale_N, bias_N) as if they were one, the first one's outputs first.
-
-        Raises:
-            ValueError: a wrong shape, dtype or layout.
-        """
+        """`prepack_int8` of several (weight_NK, scale_N, bias_N) as if they were one, the first one's outputs first."""
         return pack_int8(self.library, parts, swiglu, memory, zero_points)
 
     def prepack_stepped(
@@ -138,22 +134,25 @@ class CpuExtension:
         *,
         swiglu: bool = False,
         memory: Tensor | None = None,
+        zero_points: bool = False,
     ) -> Panels:
-        """Lay out INT8 weights that are stored in 4 bits for `int8_linear`, as `prepack_parts` does others.
+        """`prepack_parts` of INT8 weights that are stored in 4 bits, `kernels.stepped`.
 
         Args:
-            parts: (packed_NK8, scale_N, step_NG2, bias_N) of each; see `kernels.stepped`.
-            group: inputs that share a step, a multiple of 32 up to 256 that divides K.
+            parts: (packed_NK8, scale_N, step_NG2, bias_N) of each.
+            group: inputs that share a step, a multiple of 32 up to 256 that divides K; zero points: that divides 256.
             memory: (packed_stepped_bytes,) uint8 to fill, 64-byte aligned; allocated if None.
 
         Raises:
             ValueError: a wrong shape, dtype or layout.
         """
-        return pack_stepped(self.library, parts, group, swiglu, memory)
+        return pack_stepped(self.library, parts, group, swiglu, memory, zero_points)
 
-    def packed_stepped_bytes(self, out_features: int, in_features: int, group: int, swiglu: bool = False) -> int:
+    def packed_stepped_bytes(
+        self, out_features: int, in_features: int, group: int, swiglu: bool = False, zero_points: bool = False
+    ) -> int:
         """Bytes that `prepack_stepped` needs for a layer."""
-        return packed_stepped_bytes(self.library, out_features, in_features, group, swiglu)
+        return packed_stepped_bytes(self.library, out_features, in_features, group, swiglu, zero_points)
 
     def prepack_int4(
         self,

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 28
+ABI_VERSION = 29
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -291,10 +291,10 @@ _FUNCTIONS = {
         None,
         [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, POINTER(Linear)],
     ),
-    "pj_packed_stepped_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32]),
+    "pj_packed_stepped_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32, c_int32]),
     "pj_pack_stepped": (
         None,
-        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, POINTER(Linear)],
+        [POINTER(Part), c_int32, c_int64, c_int64, c_int32, c_int32, c_int32, c_void_p, POINTER(Linear)],
     ),
     "pj_packed_int4_bytes": (c_uint64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_int32]),
     "pj_pack_int4": (

@@ -43,10 +43,10 @@ size_t packed_bytes(int64_t n, int64_t k, bool swiglu, bool zero_points);
 void pack_int8(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, bool zero_points, int threads,
                void* memory, PjLinear* linear);
 
-// The same for INT8 weights that are stored in steps, see pack_stepped.cpp.
-size_t packed_stepped_bytes(int64_t n, int64_t k, bool swiglu, int32_t group);
-void pack_stepped(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int32_t group, int threads,
-                  void* memory, PjLinear* linear);
+// The same for INT8 weights that are stored in steps, see pack_stepped.cpp; with zero points a group divides ABOVE_INPUTS.
+size_t packed_stepped_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, bool zero_points);
+void pack_stepped(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool swiglu, int32_t group, bool zero_points,
+                  int threads, void* memory, PjLinear* linear);
 
 // The same for an INT4 weight, see pack_int4.cpp.
 size_t packed_int4_bytes(int64_t n, int64_t k, bool swiglu, int32_t group, int32_t scale_dtype, bool offsets);

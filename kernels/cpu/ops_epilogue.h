@@ -66,4 +66,24 @@ inline V finish(const PjLinear& linear, const float* total, int64_t column, V ro
     return v_add(v_mul(v_load(total), row_scale), v_load(linear.bias + column));
 }
 
+// Rows [begin, end) of a panel's outputs, whose sums stand from `acc` on. Layer and rows are copies: outputs that are written
+// could be their originals, which would be read again behind each.
+inline void finish_int8(PjLinear linear, int64_t first, int columns, penjing::Int8Rows rows, int begin, int end,
+                        const int32_t* acc) {
+    for (int row = begin; row < end; ++row, acc += penjing::PANEL) {
+        const V row_scale = v_set(rows.row_scale[row]);
+        finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
+            return dequantize(linear, acc + column, first + column, row_scale);
+        });
+    }
+}
+
+// The same of a layer with zero points, from the totals of its blocks.
+inline void finish_blocks(PjLinear linear, int64_t first, int columns, penjing::Int8Rows rows, int begin, int end,
+                          const float* total) {
+    for (int row = begin; row < end; ++row, total += penjing::PANEL)
+        finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add,
+                   [&](int column) { return finish_above(linear, total + column, first + column); });
+}
+
 }  // namespace

@@ -49,19 +49,7 @@ inline void quantize_row_above(const float* x, int64_t k, uint8_t* q, float* sca
     }
 }
 
-// Rows [begin, end) of a panel's outputs, whose sums stand from `acc` on. Layer and rows are copies: outputs that are written
-// could be their originals, which would be read again behind each.
-inline void finish_int8(PjLinear linear, int64_t first, int columns, penjing::Int8Rows rows, int begin, int end,
-                        const int32_t* acc) {
-    for (int row = begin; row < end; ++row, acc += penjing::PANEL) {
-        const V row_scale = v_set(rows.row_scale[row]);
-        finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add, [&](int column) {
-            return dequantize(linear, acc + column, first + column, row_scale);
-        });
-    }
-}
-
-// The same of a layer with zero points, whose inputs are multiplied block by block.
+// A layer with zero points, whose inputs are multiplied block by block.
 inline void above_block(PjLinear linear, int64_t first, int columns, penjing::Int8Rows rows, int begin, int end,
                         const int8_t* weight, penjing::Ahead ahead) {
     const int64_t blocks = penjing::above_blocks(linear.k), groups = penjing::padded_k(linear.k) / 4;
@@ -80,11 +68,7 @@ inline void above_block(PjLinear linear, int64_t first, int columns, penjing::In
             add_above(acc + own, sums, columns, rows.row_scale[at], rows.zero[at], block > 0, total + own);
         }
     }
-    for (int row = begin; row < end; ++row) {
-        const float* own = total + (row - begin) * penjing::PANEL;
-        finish_row(linear, first, columns, rows.out + row * rows.ldo, rows.add,
-                   [&](int column) { return finish_above(linear, own + column, first + column); });
-    }
+    finish_blocks(linear, first, columns, rows, begin, end, total);
 }
 
 inline void int8_panel(const PjLinear& linear, int64_t panel, const penjing::Int8Rows& rows) {

@@ -8,16 +8,20 @@ namespace {
 constexpr int64_t STEPPED_INPUTS = 256;  // expanded at a time, 16 KiB of a panel; no group is larger
 constexpr int STEPPED_ROWS = 96;         // that share what was expanded
 
-// Sums of up to STEPPED_ROWS rows, of which the first is `row`; `fetches`: the next panel is asked for meanwhile.
+// Sums of up to STEPPED_ROWS rows, of which the first is `row`; `fetches`: the next panel is asked for meanwhile. Of a layer
+// with zero points, whose blocks of inputs are as long as what is expanded at a time, the sums of all blocks are in `total`.
 //
 // An instruction set's `stepped_block` computes those of the first block of rows and leaves the bytes in `code`, unless that
 // block is alone and it has no need of them.
-inline void stepped_sums(const PjLinear& linear, const char* weight, int columns, const penjing::Int8Rows& rows, int row,
-                         int count, bool fetches, int32_t* acc) {
+inline void stepped_sums(const PjLinear& linear, int64_t panel, const char* weight, int columns, const penjing::Int8Rows& rows,
+                         int row, int count, bool fetches, int32_t* acc, float* total) {
+    static_assert(STEPPED_INPUTS == penjing::ABOVE_INPUTS);
     alignas(64) int8_t code[STEPPED_INPUTS * penjing::PANEL];
     const int64_t groups = linear.k / linear.group, most_groups = STEPPED_INPUTS / linear.group;
     const int64_t group_bytes = (2 + linear.group / 2) * columns;
     const int most = int8_rows(columns / 16), blocks = (count + most - 1) / most;
+    const int64_t scales = penjing::row_scales(linear);
+    const int32_t* level = linear.comp + panel * linear.width * scales;  // with zero points
     for (int64_t g = 0; g < groups; g += most_groups) {
         const int64_t some = groups - g < most_groups ? groups - g : most_groups, fours = some * linear.group / 4;
         const char* from = weight + g * group_bytes;
@@ -32,9 +36,17 @@ inline void stepped_sums(const PjLinear& linear, const char* weight, int columns
             const penjing::Ahead ahead{has ? next + block * each * fours * 64 : next, has ? static_cast<int>(each) : 0, 64 * fours};
             const uint8_t* own = x + begin * rows.ldx;
             int32_t* sums = acc + begin * penjing::PANEL;
-            if (block) int8_block(end - begin, columns, own, rows.ldx, code, ahead, fours, g != 0, sums);
-            else stepped_block(from, some, linear.group / 8, end, columns, own, rows.ldx, ahead, g != 0, blocks == 1, code, sums);
+            const bool more = g != 0 && !rows.zero;
+            if (block) int8_block(end - begin, columns, own, rows.ldx, code, ahead, fours, more, sums);
+            else stepped_block(from, some, linear.group / 8, end, columns, own, rows.ldx, ahead, more, blocks == 1, code, sums);
         }
+        if (!rows.zero) continue;
+        for (int i = 0; i < count; ++i) {
+            const int64_t at = (row + i) * scales + g / most_groups;
+            add_above(acc + i * penjing::PANEL, level, columns, rows.row_scale[at], rows.zero[at], g != 0,
+                      total + i * penjing::PANEL);
+        }
+        level += columns;
     }
 }
 
@@ -43,10 +55,12 @@ inline void stepped_panel(const PjLinear& linear, int64_t panel, const penjing::
     const int columns = left < linear.width ? static_cast<int>(left) : linear.width;
     const char* weight = static_cast<const char*>(linear.weight) + first * penjing::column_bytes(linear);
     alignas(64) int32_t acc[STEPPED_ROWS * penjing::PANEL];
+    alignas(64) float total[STEPPED_ROWS * penjing::PANEL];
     for (int begin = 0; begin < rows.rows; begin += STEPPED_ROWS) {
         const int count = rows.rows - begin < STEPPED_ROWS ? rows.rows - begin : STEPPED_ROWS;
-        stepped_sums(linear, weight, columns, rows, begin, count, begin == 0, acc);
-        finish_int8(linear, first, columns, rows, begin, begin + count, acc);
+        stepped_sums(linear, panel, weight, columns, rows, begin, count, begin == 0, acc, total);
+        if (rows.zero) finish_blocks(linear, first, columns, rows, begin, begin + count, total);
+        else finish_int8(linear, first, columns, rows, begin, begin + count, acc);
     }
 }
 

@@ -22,7 +22,7 @@ SteppedPart = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """packed_NK8 int32, scale_N float32, step_NG2 int8, bias_N float32 or None; see `kernels.stepped`."""
 LEAST_GROUP = 32
 LARGEST_STEPPED_GROUP = 256
-"""The C++ kernels expand so many inputs at a time."""
+"""The C++ kernels expand so many inputs at a time, as many as share a zero point."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,6 +70,7 @@ def pack_stepped(
     group: int,
     swiglu: bool,
     memory: Tensor | None,
+    zero_points: bool = False,
 ) -> Panels:
     """Lay out INT8 weights in steps of one input as one layer; see `CpuExtension.prepack_stepped`.
 
@@ -83,6 +84,8 @@ def pack_stepped(
             f"group={group}: a multiple of {LEAST_GROUP} up to {LARGEST_STEPPED_GROUP} that divides the {in_features} "
             "inputs is needed"
         )
+    if zero_points and LARGEST_STEPPED_GROUP % group:
+        raise ValueError(f"group={group}: with zero points one that divides {LARGEST_STEPPED_GROUP} is needed")
     for packed_NK8, scale_N, step_NG2, bias_N in parts:
         check("packed_NK8", packed_NK8, torch.int32, (None, words))
         if 0 in packed_NK8.shape:
@@ -91,16 +94,19 @@ def pack_stepped(
         check("step_NG2", step_NG2, torch.int8, (packed_NK8.shape[0], in_features // group, 2))
         _check_bias(bias_N, packed_NK8.shape[0])
     out_features = _out_features([part[0].shape[0] for part in parts], swiglu)
-    memory = _memory(library, packed_stepped_bytes(library, out_features, in_features, group, swiglu), memory)
+    sizes = out_features, in_features, group, swiglu, zero_points
+    memory = _memory(library, packed_stepped_bytes(library, *sizes), memory)
     linear = Linear()
-    sizes = out_features, in_features, swiglu, group
+    sizes = out_features, in_features, swiglu, group, zero_points
     library.pj_pack_stepped(_parts(parts), len(parts), *sizes, memory.data_ptr(), ctypes.byref(linear))
     return Panels(linear, memory, in_features, out_features)
 
 
-def packed_stepped_bytes(library: ctypes.CDLL, out_features: int, in_features: int, group: int, swiglu: bool) -> int:
+def packed_stepped_bytes(
+    library: ctypes.CDLL, out_features: int, in_features: int, group: int, swiglu: bool, zero_points: bool
+) -> int:
     """Bytes that `pack_stepped` needs for a layer."""
-    return library.pj_packed_stepped_bytes(out_features, in_features, swiglu, group)
+    return library.pj_packed_stepped_bytes(out_features, in_features, swiglu, group, zero_points)
 
 
 def pack_int4(

@@ -85,17 +85,27 @@ def test_int8(
     group=st.sampled_from([32, 64, 96, 128, 256]),
     groups=st.integers(1, 6),
     swiglu=st.booleans(),
+    above=st.booleans(),
     seed=st.integers(0, 999),
     data=st.data(),
 )
 def test_int8_in_steps(
-    levels: list[str], rows: int, outputs: int, group: int, groups: int, swiglu: bool, seed: int, data: st.DataObject
+    levels: list[str],
+    rows: int,
+    outputs: int,
+    group: int,
+    groups: int,
+    swiglu: bool,
+    above: bool,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     kernels, g = the_extension(), torch.Generator().manual_seed(seed)
     weight = random_steps((1 + swiglu) * outputs, group * groups, group, seed)
     scale = torch.rand(weight.shape[0], generator=g) * 1e-3
     part = (weight.packed_NK8, scale, weight.step_NG2, torch.randn(weight.shape[0], generator=g))
-    panels = kernels.prepack_stepped([part], group, swiglu=swiglu)
+    above = above and 256 % group == 0
+    panels = kernels.prepack_stepped([part], group, swiglu=swiglu, zero_points=above)
     same_on_each(
         kernels, levels, torch.randn(rows, weight.shape[1], generator=g), panels, data.draw(st.integers(0, rows))
     )

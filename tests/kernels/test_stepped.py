@@ -1,5 +1,7 @@
 """INT8 weights that are stored in 4 bits: their bytes beside the definition, and the layer beside that of the bytes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -44,11 +46,14 @@ def test_bytes_are_offset_and_steps() -> None:
 
 
 @needs_extension
+@pytest.mark.parametrize("above", [False, True], ids=["by token", "zero points"])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
-def test_a_layer_equals_that_of_its_bytes(outputs: int, inputs: int, group: int) -> None:
+def test_a_layer_equals_that_of_its_bytes(outputs: int, inputs: int, group: int, above: bool) -> None:
+    if above and 256 % group:
+        pytest.skip("with zero points groups divide 256 inputs")
     weight = random_steps(outputs, inputs, group)
     scale, bias = torch.rand(outputs, generator=generator(1)) * 1e-3, torch.randn(outputs, generator=generator(2))
-    stepped, plain = (prepack_int8(each, scale, bias) for each in (weight, weight.expand()))
+    stepped, plain = (prepack_int8(each, scale, bias, above) for each in (weight, weight.expand()))
     for rows in (1, 2, 6, 7, 8, 16, 97, 200):
         x = torch.randn(rows, inputs, generator=generator(rows))
         found = int8_linear(x, stepped)
@@ -57,9 +62,14 @@ def test_a_layer_equals_that_of_its_bytes(outputs: int, inputs: int, group: int)
             assert torch.equal(found, int8_linear(x, stepped)), rows
 
 
-def test_zero_points_are_refused() -> None:
-    with pytest.raises(ValueError, match="zero_points are of weights in 8 bits"):
-        prepack_int8(random_steps(8, 64, 32), torch.ones(8), zero_points=True)
+@needs_extension
+def test_groups_that_end_amid_a_block_of_zero_points_are_refused() -> None:
+    weight = random_steps(8, 192, 96)
+    with pytest.raises(ValueError, match=r"groups of 96 inputs: with zero points .* divide 256"):
+        prepack_int8(weight, torch.ones(8), zero_points=True)
+    part = (weight.packed_NK8, torch.ones(8), weight.step_NG2, None)
+    with pytest.raises(ValueError, match="group=96: with zero points one that divides 256"):
+        the_extension().prepack_stepped([part], 96, zero_points=True)
 
 
 @needs_extension
@@ -68,9 +78,10 @@ def test_layers_of_one_input_are_packed_as_one() -> None:
     scale, x = torch.rand(80, generator=generator(1)) * 1e-3, torch.randn(9, 64, generator=generator(3))
     parts = [(each.packed_NK8, scale[40 * i : 40 * i + 40], each.step_NG2, None) for i, each in enumerate(weights)]
     joined = torch.cat([each.expand() for each in weights])
-    for swiglu in (False, True):
-        found = kernels.int8_linear(x, kernels.prepack_stepped(parts, 32, swiglu=swiglu))
-        assert torch.equal(found, kernels.int8_linear(x, kernels.prepack_int8(joined, scale, swiglu=swiglu)))
+    for swiglu, above in itertools.product((False, True), repeat=2):
+        found = kernels.int8_linear(x, kernels.prepack_stepped(parts, 32, swiglu=swiglu, zero_points=above))
+        plain = kernels.prepack_int8(joined, scale, swiglu=swiglu, zero_points=above)
+        assert torch.equal(found, kernels.int8_linear(x, plain))
     half = kernels.packed_stepped_bytes(1024, 1024, 64) / kernels.packed_bytes(1024, 1024)
     assert half < 0.54
 
@@ -119,13 +130,14 @@ def test_what_leaves_int8_is_refused(weight: Tensor, step: Tensor, offset: Tenso
 
 
 @needs_extension
-@pytest.mark.parametrize("steps", [False, True], ids=["INT4", "in steps"])
-def test_layers_that_end_amid_a_cache_line_lie_one_behind_the_other(steps: bool) -> None:
+@pytest.mark.parametrize("kind", ["INT4", "in steps", "with zero points"])
+def test_layers_that_end_amid_a_cache_line_lie_one_behind_the_other(kind: str) -> None:
     """80 outputs are five times 16, and their inputs three groups."""
     scales, x = torch.rand(80, 3, generator=generator(1)).half(), torch.randn(3, 96, generator=generator(2))
-    weights = [random_steps(80, 96, 32, seed) for seed in (0, 1)]
+    weights, above = [random_steps(80, 96, 32, seed) for seed in (0, 1)], kind == "with zero points"
     layers = [
-        prepack_int8(each, torch.ones(80)) if steps else prepack_int4(each.packed_NK8, scales) for each in weights
+        prepack_int4(each.packed_NK8, scales) if kind == "INT4" else prepack_int8(each, torch.ones(80), None, above)
+        for each in weights
     ]
     for layer, panels in zip(layers, pack_together(the_extension(), layers), strict=True):
         assert torch.equal(the_extension().int8_linear(x, panels), the_extension().int8_linear(x, layer.panels))

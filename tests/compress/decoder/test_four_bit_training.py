@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,27 @@ from penjing.compress.decoder.qat import RoundedLinear, apply_rounding, begin_al
 from penjing.compress.decoder.weights import quantize_per_channel
 from penjing.compress.exports import export_artifact
 from penjing.compress.quantizers.decoder import RoundedTask
+from penjing.compress.rounding.stepped import SteppedWeight, quantize_stepped
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError
 from penjing.core.progress import Silent
-from penjing.core.runtime.quantized import Int4Linear
+from penjing.core.runtime.quantized import Int4Linear, Int8Linear
 from penjing.core.runtime.schemes import INT8, Scheme
 from penjing.kernels.int4_linear import pack_int4, unpack_int4
 from penjing.train.processes.stop import InterruptedRunError
 from tests.compress.decoder.language import learn, successors
 
-AROUND, OFFSETS = Scheme(4, 32), Scheme(4, 32, offsets=True)
-SCHEMES = [AROUND, OFFSETS, Scheme(4, 64, activation_bits=16), Scheme(4, 32, offsets=True, activation_bits=16)]
+AROUND, OFFSETS, STEPS = Scheme(4, 32), Scheme(4, 32, offsets=True), Scheme(4, 32, steps=True)
+GRIDS = [AROUND, OFFSETS, STEPS]
+SCHEMES = [
+    *GRIDS,
+    Scheme(4, 64, activation_bits=16),
+    Scheme(4, 32, offsets=True, activation_bits=16),
+    Scheme(4, 32, steps=True, zero_points=True),
+]
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.offsets=true", "steps.0.transform.search_steps=4"]
 FOUR += ["steps.0.keep_int8=['*.1.mlp.down_proj']", "guard.perplexity_ratio=9"]
 
@@ -48,12 +56,30 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def grouped(weight: Tensor, scheme: Scheme) -> GroupedWeight:
+def grouped(weight: Tensor, scheme: Scheme) -> GroupedWeight | SteppedWeight:
+    if scheme.steps:
+        return quantize_stepped(weight, scheme.group, torch.ones(weight.shape[1]))
     fit = group_range if scheme.offsets else group_scale
     return quantize_grouped(weight, scheme.group, torch.ones(weight.shape[1]), fit)
 
 
-def layer(scheme: Scheme) -> tuple[RoundedLinear, Tensor, GroupedWeight]:
+def found_of(made: RoundedLinear) -> GroupedWeight | SteppedWeight:
+    found = made.quantized()
+    assert isinstance(found, GroupedWeight | SteppedWeight)
+    return found
+
+
+def numbers(stored: GroupedWeight | SteppedWeight) -> Tensor:
+    """The integers in [−8, 7]."""
+    return stored.number_NK if isinstance(stored, SteppedWeight) else stored.weight_NK
+
+
+def apart(stored: GroupedWeight | SteppedWeight) -> Tensor:
+    """(N, G) how far neighbours of the grid are from each other."""
+    return stored.step_NG * stored.scale_N1 if isinstance(stored, SteppedWeight) else stored.scale_NG.float()
+
+
+def layer(scheme: Scheme) -> tuple[RoundedLinear, Tensor, GroupedWeight | SteppedWeight]:
     weight = draw(12, 128)
     weight[3], weight[4, 32:64] = 0.0, 0.25
     stored = grouped(weight, scheme)
@@ -77,73 +103,78 @@ def test_a_layer_computes_what_the_runtime_computes_of_its_integers(scheme: Sche
     for seed in (None, 7):
         if seed is not None:
             disturb(made, seed)
-        found = made.quantized()
-        assert isinstance(found, GroupedWeight)
+        found = found_of(made)
         if seed is None:
             assert torch.equal(made.rounded_weight(), stored.dequantize()), "step 0 is what was calibrated"
-        runtime = Int4Linear(found.packed(), found.scale_NG, made.bias, found.offset_NG, scheme.activation_bits)
+        if isinstance(found, SteppedWeight):
+            runtime = Int8Linear(found.stored, found.scale_N1, made.bias, scheme.zero_points)
+        else:
+            runtime = Int4Linear(found.packed(), found.scale_NG, made.bias, found.offset_NG, scheme.activation_bits)
         with torch.no_grad():
             torch.testing.assert_close(made(x), runtime(x), rtol=1e-5, atol=1e-4)
             assert torch.equal(made.rounded_weight(), found.dequantize())
             assert (made(x) - F.linear(x, weight, made.bias)).abs().max() > 1e-2  # it does round
 
 
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
+@pytest.mark.parametrize("scheme", GRIDS)
 def test_a_layer_begins_with_the_integers_it_is_given(scheme: Scheme) -> None:
     _, weight, stored = layer(scheme)
-    stored.weight_NK[:, ::3] = (stored.weight_NK[:, ::3] + 1).clamp(-8, 7)  # as compensation would
+    numbers(stored)[:, ::3] = (numbers(stored)[:, ::3] + 1).clamp(-8, 7)  # as compensation would
     made = RoundedLinear(128, 12, bias=False, scheme=scheme)
     made.begin(weight, stored)
-    found = made.quantized()
-    assert isinstance(found, GroupedWeight)
-    for name in ("weight_NK", "scale_NG", "offset_NG"):
-        given, kept = getattr(stored, name), getattr(found, name)
+    found = found_of(made)
+    for field in fields(stored):
+        given, kept = getattr(stored, field.name), getattr(found, field.name)
         assert given is kept is None or (torch.equal(given, kept) and given.dtype == kept.dtype)
-    scale = stored.scale_NG.float().repeat_interleave(32, 1)
-    moved = made.weight / made.unit * scale - (weight - (stored.dequantize() - stored.weight_NK * scale))
+    scale = apart(stored).repeat_interleave(32, 1)
+    moved = made.weight / made.unit * scale - (weight - (stored.dequantize() - numbers(stored) * scale))
     assert (moved[:, 1::3].abs() < 1e-5).float().mean() > 0.9  # the others keep their float values
 
 
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
+@pytest.mark.parametrize("scheme", GRIDS)
 def test_codes_and_scales_stay_storable_whatever_training_does(scheme: Scheme) -> None:
     made, _, _ = layer(scheme)
     for seed in range(20):
         disturb(made, 10 * seed)
-        found = made.quantized()
-        assert isinstance(found, GroupedWeight)
-        packed = pack_int4(found.weight_NK)  # refuses what 4 bits do not hold
-        assert torch.equal(unpack_int4(packed), found.weight_NK)
+        found = found_of(made)
+        packed = pack_int4(numbers(found))  # refuses what 4 bits do not hold
+        assert torch.equal(unpack_int4(packed), numbers(found))
+        if isinstance(found, SteppedWeight):
+            assert found.stored.group == 32  # refuses what INT8 does not hold
         if (made.growth.abs() < 1).all():  # e^10 of a scale is more than an optimiser will ever do
-            assert torch.isfinite(found.scale_NG).all()
-            assert (found.scale_NG > 0).all()
+            assert torch.isfinite(apart(found)).all()
+            assert (apart(found) > 0).all()
     if scheme.offsets:
         with torch.no_grad():
             made.growth.fill_(-5.0)
         assert float(made.grid()[0].detach().min()) == LEAST_SCALE
 
 
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
+@pytest.mark.parametrize("scheme", GRIDS)
 def test_gradients_are_those_of_the_integers_and_of_the_grid(scheme: Scheme) -> None:
     made, _, stored = layer(scheme)
     made.weight.data[0, 0] = 1.0  # clipped
     upstream = draw(12, 128, seed=5)
     (made.rounded_weight() * upstream).sum().backward()
-    scale = stored.scale_NG.float()
+    scale = apart(stored)
     by_group = upstream.unflatten(1, (4, 32))
     codes = made.values.store(made.weight / made.unit).unflatten(1, (4, 32))
     steps = codes + 8 if scheme.offsets else codes
+    grown = (by_group * steps).sum(-1) * scale
+    if scheme.steps:  # a row's scale, of all that is multiplied by it
+        grown = (upstream * made.rounded_weight().detach()).sum(-1, keepdim=True)
     assert made.weight.grad is not None
     assert made.growth.grad is not None
     wanted = upstream * scale.repeat_interleave(32, 1) / made.unit
     wanted[0, 0] = 0
     torch.testing.assert_close(made.weight.grad, wanted)
-    torch.testing.assert_close(made.growth.grad, (by_group * steps).sum(-1) * scale * 10.0, rtol=1e-4, atol=1e-4)
-    if scheme.offsets:
+    torch.testing.assert_close(made.growth.grad, grown * 10.0, rtol=1e-4, atol=1e-4)
+    if scheme.offsets or scheme.steps:
         assert made.shift.grad is not None
         torch.testing.assert_close(made.shift.grad, by_group.sum(-1) * scale * 80.0, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
+@pytest.mark.parametrize("scheme", GRIDS)
 def test_training_beats_the_calibrated_start_on_what_it_never_saw(scheme: Scheme, taught: Any) -> None:
     """Nats a token from the floating network's answers."""
     stored: dict[str, Tensor] = {}
@@ -181,6 +212,7 @@ def losses(out: Path) -> dict[str, Any]:
         [],
         pytest.param(["steps.0.offsets=false"], marks=pytest.mark.full),
         pytest.param(["steps.0.activations_bits=16"], marks=pytest.mark.full),
+        ["steps.0.offsets=false", "steps.0.scales=whole", "steps.0.zero_points=['*.down_proj']"],
     ],
 )
 def test_a_step_trains_an_artifact_with_its_gate_and_its_table(
@@ -214,12 +246,30 @@ def test_a_step_trains_an_artifact_with_its_gate_and_its_table(
     assert (ours - fake_quantized_logits(folder, ids)).abs().median() < 1e-4
 
 
-def test_other_programs_read_what_was_trained(write: Any, tmp_path: Path) -> None:
-    out = run_recipe(write("int4", 4), [*FOUR, "steps.0.offsets=false"])
+@pytest.mark.parametrize("scales", ["float", "whole"])
+def test_other_programs_read_what_was_trained(scales: str, write: Any, tmp_path: Path) -> None:
+    out = run_recipe(write("int4", 4), [*FOUR, "steps.0.offsets=false", f"steps.0.scales={scales}"])
     export_artifact(out, "compressed-tensors", tmp_path / "exported", force=False, progress=Silent())
     record = json.loads((tmp_path / "exported/export.json").read_text())
     assert record["unmeasured"] == {}
     assert 0 < record["differences"][0]["mean"] < record["bound"]["value"]
+
+
+def test_a_scale_that_was_learnt_is_rounded_in_gguf(write: Any, tmp_path: Path) -> None:
+    import gguf
+    from gguf.quants import dequantize
+
+    out = run_recipe(write("int4", 4), [*FOUR, "steps.0.offsets=false", "steps.0.scales=whole"])
+    export_artifact(out, "gguf", tmp_path / "out.gguf", force=False, progress=Silent())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    found = tensors["blk.0.ffn_up.weight"]
+    assert found.tensor_type.name == "Q4_1"
+    layer = load_model(out).model.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(layer, Int8Linear)
+    wanted = layer.packed.weight_NK.float() * layer.packed.scale_N[:, None]
+    near = torch.from_numpy(dequantize(found.data, found.tensor_type).copy())
+    assert not torch.equal(near, wanted)  # so that the next line means something
+    assert (near - wanted).abs().max() < 2**-9 * wanted.abs().max()
 
 
 def test_a_killed_training_goes_on_to_the_same_artifact(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +305,6 @@ def test_a_killed_training_goes_on_to_the_same_artifact(write: Any, monkeypatch:
     assert not torch.equal(learnt, begun[0])  # so that equality above means something
 
 
-@pytest.mark.parametrize("more", [["steps.0.offsets=whole"], ["steps.0.offsets=false", "steps.0.scales=whole"]])
-def test_whole_scales_and_offsets_are_refused(more: list[str], write: Any) -> None:
-    with pytest.raises(ConfigError, match="training moves scales and offsets"):
-        run_recipe(write("refused", 4), [*FOUR, *more])
+def test_offsets_of_whole_steps_are_refused(write: Any) -> None:
+    with pytest.raises(ConfigError, match="training moves offsets"):
+        run_recipe(write("refused", 4), [*FOUR, "steps.0.offsets=whole"])

@@ -29,6 +29,7 @@ from tests.compress.decoder.test_compensate import correlated
 from tests.compress.decoder.test_int4 import FOUR, draw
 
 WHOLE = [*FOUR, 'steps.0.scales="whole"']
+ABOVE = 'steps.0.zero_points=["*.down_proj"]'  # of layers in steps and, by FOUR, of one in 8 bits
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -79,6 +80,12 @@ def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run_recipe(write_recipe(folder, tiny_checkpoint, folder / "tiny-whole"), WHOLE)
 
 
+@pytest.fixture(scope="module")
+def above(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-above")
+    return run_recipe(write_recipe(folder, tiny_checkpoint, folder / "tiny-above"), [*WHOLE, ABOVE])
+
+
 def test_the_artifact_says_what_it_holds_and_passes_its_gate_again(artifact: Path, tiny_checkpoint: Path) -> None:
     checkpoint = open_checkpoint(artifact)
     assert checkpoint.dtype(f"{UP}.weight_step") == checkpoint.dtype(f"{UP}.weight_offset") == "I8"
@@ -103,9 +110,31 @@ def test_the_artifact_says_what_it_holds_and_passes_its_gate_again(artifact: Pat
         assert (loaded.model(ids) - wanted).square().mean().sqrt() < 0.5 * wanted.std()
 
 
-def test_as_compressed_tensors_it_is_the_same_integers_in_8_bits(artifact: Path, tmp_path: Path) -> None:
+def test_activations_of_layers_in_steps_have_zero_points(above: Path) -> None:
+    checkpoint = open_checkpoint(above)
+    assert checkpoint.quantization is not None
+    groups = checkpoint.quantization["config_groups"].values()
+    kinds = {(group["weights"]["num_bits"], group["input_activations"]["symmetric"]) for group in groups}
+    assert kinds == {(4, True), (4, False), (8, True), (8, False)}
+    quantized = read_report(above).last.quantized
+    assert quantized is not None
+    assert "of *.down_proj a scale and a zero point for each 256 inputs" in quantized.formats["activations"]
+    verify_artifact(above, Silent())
+    found = {
+        (layer.packed.group, layer.packed.zero_points): name
+        for name, layer in load_model(above).model.named_modules()
+        if isinstance(layer, Int8Linear)
+    }
+    assert set(found) == {(32, False), (32, True), (0, True), (0, False)}
+    assert found[32, True].endswith("down_proj")
+
+
+@pytest.mark.parametrize("kind", ["artifact", "above"])
+def test_as_compressed_tensors_it_is_the_same_integers_in_8_bits(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Which transformers reads (the export's own gate), and whose logits are equal bit by bit."""
-    out = tmp_path / "compressed"
+    out, artifact = tmp_path / "compressed", request.getfixturevalue(kind)
     export_artifact(artifact, "compressed-tensors", out, force=False, progress=Silent())
     record = json.loads((out / "export.json").read_text())
     assert record["unmeasured"] == {}
@@ -176,6 +205,18 @@ def test_damaged_tensors_are_refused_by_name(
         load_model(tmp_path / "damaged")
 
 
+def test_groups_that_end_amid_a_block_of_zero_points_are_refused(above: Path, tmp_path: Path) -> None:
+    shutil.copytree(above, damaged := tmp_path / "damaged")
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "penjing.json").unlink()
+    for group in config["quantization_config"]["config_groups"].values():
+        if "group_size" in group["weights"]:
+            group["weights"]["group_size"] = 96
+    (damaged / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="group_size is 96: with zero points penjing runs what divides 256"):
+        load_model(damaged)
+
+
 def test_groups_that_the_kernels_do_not_expand_are_refused(artifact: Path, tmp_path: Path) -> None:
     shutil.copytree(artifact, damaged := tmp_path / "damaged")
     config = json.loads((damaged / "config.json").read_text())
@@ -195,6 +236,8 @@ def test_groups_that_the_kernels_do_not_expand_are_refused(artifact: Path, tmp_p
         (["steps.0.offsets=true"], "offsets of its own"),
         (["steps.0.activations_bits=16"], "activations of 8 bits"),
         (["steps.0.group=512"], "groups of up to 256 inputs, not 512"),
+        (["steps.0.group=96", ABOVE], "group=96: with zero_points take one that divides 256"),
+        (["steps.0.scales=float", ABOVE], 'zero_points need scales="whole" where weights_bits is 4'),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
