@@ -11,12 +11,13 @@ already are kept exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penjing.compress.rounding.descent import Grids, Lattice, descend
 from penjing.core.errors import InputError
 from penjing.kernels.int4_linear import OFFSET, pack_int4
 
@@ -199,7 +200,8 @@ def quantize_grouped_compensated(
     weight_NK: Tensor, group: int, spread_KK: Tensor, fit: Fit = group_scale
 ) -> GroupedWeight:
     """Round column by column, the errors made up for by the columns that follow; a group's scales are found when it is
-    reached, of what its weights have become by then.
+    reached, of what its weights have become by then. Then all are improved (`compress.rounding.descent`), but not the
+    grids of `whole_range`.
 
     Args:
         weight_NK: (N, K) float32; it is not changed.
@@ -224,7 +226,36 @@ def quantize_grouped_compensated(
             errors_BN[place] = (block_BN[place] - (rounded_N * scale_N + middle_N)) / factors_BB[place, place]
             block_BN[place + 1 :].addr_(factors_BB[place, place + 1 :], errors_BN[place], alpha=-1)
         left_NK[:, end:] -= errors_BN.t() @ spread_KK[begin:end, end:]
-    return _grouped(quantized_NK, grids)
+    wide = [grid.wide() for grid in grids]
+    scale_NG, middle_NG = (torch.stack(list(each), dim=1) for each in zip(*wide, strict=True))
+    found = Lattice(quantized_NK.to(torch.float32), scale_NG, None if fit is group_scale else middle_NG, LOW, HIGH)
+    descend(weight_NK, found, spread_KK, STORABLE.get(fit))
+    integers_NK, scale_NG = found.number_NK.to(torch.int8), found.step_NG
+    if found.offset_NG is None:
+        return GroupedWeight(integers_NK, scale_NG.to(torch.bfloat16))
+    return GroupedWeight(
+        integers_NK, scale_NG.to(torch.float16), (found.offset_NG - OFFSET * scale_NG).to(torch.float16)
+    )
+
+
+def _storable_scale(
+    scale_N: Tensor, best_N: Tensor, best_middle: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`compress.rounding.descent.Grids` of `group_scale`."""
+    stored_N = best_N.to(torch.bfloat16).to(torch.float32)
+    yield torch.where(stored_N >= torch.finfo(torch.bfloat16).tiny, stored_N, scale_N), torch.zeros_like(scale_N)
+
+
+def _storable_range(
+    scale_N: Tensor, best_N: Tensor, best_middle: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`compress.rounding.descent.Grids` of `group_range`, whose offset is 8 scales below the middle."""
+    for new_N in (best_N.to(torch.float16).to(torch.float32).clamp(min=LEAST_SCALE), scale_N):
+        offset_N = (best_middle(new_N) - OFFSET * new_N).to(torch.float16).to(torch.float32)
+        yield new_N, offset_N + OFFSET * new_N
+
+
+STORABLE: dict[Fit, Grids] = {group_scale: _storable_scale, group_range: _storable_range}
 
 
 def _grouped(quantized_NK: Tensor, grids: list[Grid]) -> GroupedWeight:

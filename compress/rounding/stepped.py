@@ -8,11 +8,13 @@ the offset that is in the middle and then refined by least squares. Errors are w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penjing.compress.rounding.descent import Lattice, descend
 from penjing.kernels.int4_linear import OFFSET, pack_int4
 from penjing.kernels.rounding import INT8_LIMIT
 from penjing.kernels.stepped import LARGEST_NUMBER, LARGEST_STEP, SteppedInt8, stepped_int8
@@ -61,7 +63,7 @@ def quantize_stepped(weight_NK: Tensor, group: int, importance_K: Tensor) -> Ste
 
 def quantize_stepped_compensated(weight_NK: Tensor, group: int, spread_KK: Tensor) -> SteppedWeight:
     """Round column by column, the errors made up for by the columns that follow; a group's step and offset are found
-    when it is reached, of what its weights have become by then.
+    when it is reached, of what its weights have become by then. Then all are improved (`descent`).
 
     Args:
         weight_NK: (N, K) float32; it is not changed.
@@ -86,7 +88,20 @@ def quantize_stepped_compensated(weight_NK: Tensor, group: int, spread_KK: Tenso
             errors_BN[place] = (block_BN[place] - (number_N * step_N + offset_N)) / factors_BB[place, place]
             block_BN[place + 1 :].addr_(factors_BB[place, place + 1 :], errors_BN[place], alpha=-1)
         left_NK[:, end:] -= errors_BN.t() @ spread_KK[begin:end, end:]
-    return _stepped(number_NK, torch.stack(steps, dim=1), torch.stack(offsets, dim=1), scale_N)
+    found = Lattice(number_NK, torch.stack(steps, dim=1), torch.stack(offsets, dim=1), 0, LARGEST_NUMBER)
+    descend(weight_NK / scale_N[:, None], found, spread_KK, _whole)
+    assert found.offset_NG is not None
+    return _stepped(found.number_NK, found.step_NG, found.offset_NG, scale_N)
+
+
+def _whole(step_N: Tensor, _: Tensor, best_offset: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """`descent.Grids` of whole numbers that stay inside INT8."""
+    for by in (0, -1, 1):
+        new_N = (step_N + by).clamp(1, LARGEST_STEP)
+        yield (
+            new_N,
+            torch.minimum(best_offset(new_N).round().clamp(min=-INT8_LIMIT), INT8_LIMIT - LARGEST_NUMBER * new_N),
+        )
 
 
 def _stepped(number_NK: Tensor, step_NG: Tensor, offset_NG: Tensor, scale_N: Tensor) -> SteppedWeight:
