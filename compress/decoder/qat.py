@@ -33,6 +33,7 @@ from penjing.kernels.stepped import LARGEST_NUMBER
 
 UNITS = {8: 0.005, 4: 0.01}  # by bits: an update of 1e-5 moves a weight by 0.002 or 0.001 of its scale
 SCALE_RATE = 10.0  # an update of 1e-5 changes a scale by 1e-4 of itself: the largest weight of 8 bits by 0.013 of it
+ROW_RATE = 30.0  # … the scale of a row with whole steps, of which there are fewer
 OFFSET_RATE = 80.0  # … and an offset by 8e-4 of its scale: as much as the scale changes what is 8 steps away
 INSIDE = 0.49  # of a scale: how far a weight may begin from the integer that it begins with
 EDGE = 1e-3  # of a scale: a weight beyond the last integer would count as clipped, and not learn
@@ -87,8 +88,9 @@ class RoundedLinear(nn.Linear):
         scheme: how it is rounded.
         weight: (out_features, in_features) how many of the steps that it began with each weight is from the middle of
             its grid, times `unit`.
-        growth: (out_features, groups) logarithms of the scales over those that training began with, over SCALE_RATE;
-            with whole steps (out_features, 1).
+        growth: (out_features, groups) logarithms of the scales over those that training began with, over `rate`; with
+            whole steps (out_features, 1).
+        rate: SCALE_RATE, or ROW_RATE with whole steps.
         shift: (out_features, groups), where there are offsets, how far they are from those that training began with,
             over the scales that it began with, or the steps, and OFFSET_RATE.
         begun_scale, begun_offset: as `growth` and `shift`, the scales and offsets that training began with.
@@ -111,7 +113,7 @@ class RoundedLinear(nn.Linear):
         self.scheme, self.values = scheme, INT8_WEIGHT if scheme.bits == 8 else INT4_WEIGHT
         self.unit = UNITS[scheme.bits]
         self.groups = in_features // scheme.group if scheme.group else 1
-        scales = 1 if scheme.steps else self.groups
+        scales, self.rate = (1, ROW_RATE) if scheme.steps else (self.groups, SCALE_RATE)
         self.growth = nn.Parameter(torch.zeros(out_features, scales, device=device))
         self.register_buffer("begun_scale", torch.ones(out_features, scales, device=device))
         if scheme.steps:
@@ -130,7 +132,7 @@ class RoundedLinear(nn.Linear):
     def grid(self) -> tuple[Tensor, Tensor | None]:
         """Scales and offsets, shaped as `growth` and `shift`, float32, of values that can be stored; gradients pass as
         if they were not rounded to these. Beside whole steps an offset is a whole number too."""
-        scale_NG = self.begun_scale * (self.growth * SCALE_RATE).exp()
+        scale_NG = self.begun_scale * (self.growth * self.rate).exp()
         if self.scheme.steps:
             offset_NG = self.begun_offset + self.shift * OFFSET_RATE * self.step
             highest_NG = INT8_LIMIT - LARGEST_NUMBER * self.step
@@ -156,7 +158,7 @@ class RoundedLinear(nn.Linear):
     def _steps(self) -> Tensor:
         """(out_features, groups, inputs of a group): what is rounded, in steps."""
         if self.scheme.bits == 8:
-            unit_NG = self.unit * (self.growth * SCALE_RATE).exp()
+            unit_NG = self.unit * (self.growth * self.rate).exp()
         else:
             unit_NG = torch.full_like(self.growth, self.unit)
         return self.weight.unflatten(1, (self.groups, -1)) / unit_NG[..., None]

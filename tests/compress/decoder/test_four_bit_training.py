@@ -168,7 +168,7 @@ def test_gradients_are_those_of_the_integers_and_of_the_grid(scheme: Scheme) -> 
     wanted = upstream * scale.repeat_interleave(32, 1) / made.unit
     wanted[0, 0] = 0
     torch.testing.assert_close(made.weight.grad, wanted)
-    torch.testing.assert_close(made.growth.grad, grown * 10.0, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.growth.grad, grown * made.rate, rtol=1e-4, atol=1e-4)
     if scheme.offsets or scheme.steps:
         assert made.shift.grad is not None
         torch.testing.assert_close(made.shift.grad, by_group.sum(-1) * scale * 80.0, rtol=1e-4, atol=1e-4)
