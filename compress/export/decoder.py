@@ -22,7 +22,7 @@ from penjing.core.errors import InputError
 from penjing.core.family import sees
 from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.progress import Progress
-from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, offset_group
+from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, has_steps, offset_group
 
 WEIGHTS_ONLY: Form = "compressed-tensors-weights"
 FOLDERS: tuple[Form, ...] = ("onnx", "compressed-tensors", WEIGHTS_ONLY)
@@ -144,13 +144,14 @@ def _gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> ExportRecord
     cut = f"the context is cut to the window of {context_length(config)} tokens: llama.cpp has no windows here"
     rounded = "the table of embedding and LM head is rounded once more: to blocks of 32, without the smoothing"
     table = has_int8_embedding(checkpoint.quantization) and config.tie_word_embeddings
+    four = "too where they were trained" if has_steps(checkpoint.quantization) else "are exact"
     record = ExportRecord(
         form="gguf",
         **source_of(checkpoint.folder),
         unmeasured={"llama.cpp": "it is not part of penjing; the gguf package read the file back"},
         notes=(
             *_blind(checkpoint),
-            "integers are the artifact's; scales of 8-bit layers are rounded to float16, those of 4 bits are exact",
+            f"integers are the artifact's; scales of 8-bit layers are rounded to float16, those of 4 bits {four}",
             "llama.cpp rounds activations to 8 bits block by block, not token by token",
             *((cut,) if shorter else ()),
             *((rounded,) if table else ()),

@@ -264,6 +264,7 @@ def test_a_scale_that_was_learnt_is_rounded_in_gguf(write: Any, tmp_path: Path) 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
     found = tensors["blk.0.ffn_up.weight"]
     assert found.tensor_type.name == "Q4_1"
+    assert "those of 4 bits too where they were trained" in (tmp_path / "out.gguf.json").read_text()
     layer = load_model(out).model.get_submodule("model.layers.0.mlp.up_proj")
     assert isinstance(layer, Int8Linear)
     wanted = layer.packed.weight_NK.float() * layer.packed.scale_N[:, None]
