@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NOISE = (
+    1e-5  # of what a step and an offset lose apart: where both undo each other, as for equal weights, no more is known
+)
 PASSES = 3  # over all columns; eight gain half a percent more
 
 Grids = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Iterable[tuple[Tensor, Tensor]]]
@@ -51,6 +54,8 @@ def descend(weight_NK: Tensor, lattice: Lattice, spread_KK: Tensor, grids: Grids
         grids: what a group's step and offset can become; None: they stay.
     """
     hessian_KK = torch.cholesky_inverse(spread_KK, upper=True)
+    _, exponent = torch.frexp(hessian_KK.diagonal().amax())
+    hessian_KK = torch.ldexp(hessian_KK, -exponent)  # exact, so that activations of any size are rounded alike
     pull_NK = (weight_NK - lattice.values()) @ hessian_KK  # minus half of the error's gradient
     groups = lattice.step_NG.shape[1]
     size = weight_NK.shape[1] // groups
@@ -66,10 +71,13 @@ def _descend_group(
     """(B, N) how far the values of a group have moved."""
     step_N = lattice.step_NG[:, group].clone()
     offset_N = None if lattice.offset_NG is None else lattice.offset_NG[:, group].clone()
-    pull_BN, number_BN = pull_NB.t().contiguous(), lattice.number_NK[:, columns].t().contiguous()
+    # Copies, which `contiguous` makes none of where there is one row.
+    pull_BN, number_BN = (
+        each.t().clone(memory_format=torch.contiguous_format) for each in (pull_NB, lattice.number_NK[:, columns])
+    )
     before_BN = number_BN * step_N + (0 if offset_N is None else offset_N)
     for place, most in enumerate(hessian_BB.diagonal()):
-        wanted_N = number_BN[place] + (pull_BN[place] / (most * step_N)).round_()
+        wanted_N = number_BN[place] + (pull_BN[place] / most / step_N).round_()
         by_N = wanted_N.clamp_(lattice.low, lattice.high).sub_(number_BN[place])
         number_BN[place] += by_N
         pull_BN.addr_(hessian_BB[:, place], by_N * step_N, alpha=-1)
@@ -102,9 +110,8 @@ def _best(
     found_step_N, found_offset_N, gained_N = step_N, offset_N, torch.zeros_like(step_N)
     for new_step_N, new_offset_N in grids(step_N, best_step_N, best_offset):
         step_by_N, offset_by_N = new_step_N - step_N, new_offset_N - offset_N
-        quadratic_N = (
-            step_by_N.square() * square_N + offset_by_N.square() * ones + 2 * step_by_N * offset_by_N * cross_N
-        )
+        apart_N = step_by_N.square() * square_N + offset_by_N.square() * ones
+        quadratic_N = (1 + NOISE) * apart_N + 2 * step_by_N * offset_by_N * cross_N
         gain_N = 2 * (step_by_N * pull_of_step_N + offset_by_N * pull_of_offset_N) - quadratic_N
         better_N = gain_N > gained_N  # never where something overflowed
         gained_N = torch.where(better_N, gain_N, gained_N)

@@ -61,3 +61,20 @@ def test_no_move_makes_the_error_larger(rows: int, groups: int, around: bool, se
     descend(weight, lattice, spread, free)
     assert (lost(weight, lattice.values(), hessian) <= lost(weight, before, hessian) * (1 + 1e-5)).all()
     assert torch.equal(lattice.number_NK, lattice.number_NK.round().clamp(-8, 7))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("of_weights", [1e-30, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("of_activations", [1e-15, 1.0, 1e12])
+def test_extreme_magnitudes_are_rounded_as_others(
+    form: str, of_weights: float, of_activations: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = draw(6, 64, seed=4) * of_weights, correlated(256, 64) * of_activations
+    weight[1], weight[2, :32] = 0.0, 0.25 * of_weights
+    spread, hessian = error_spread(x), x.double().t() @ x.double()
+    improved = FORMS[form](weight, spread).dequantize()
+    monkeypatch.setattr(descent, "PASSES", 0)
+    compensated = FORMS[form](weight, spread).dequantize()
+    found, before = lost(weight, improved, hessian), lost(weight, compensated, hessian)
+    assert torch.isfinite(found).all()
+    assert (found <= 1.05 * before).all(), (found / before).tolist()
