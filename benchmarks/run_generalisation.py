@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
     parser.add_argument("--artifact", nargs="*", default=[], metavar="NAME=FOLDER", help="artifacts that exist")
-    parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=list(SOURCES))
+    parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=[*SOURCES, *LATER])
     parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens of each text")
     parser.add_argument("--model", type=Path, default=Path("build/smollm2"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
