@@ -14,7 +14,7 @@ not change by one. Of 64 updates 3 in 10 000 offsets change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -211,40 +211,72 @@ class RoundedLinear(nn.Linear):
         return F.linear(rounded, self.rounded_weight(), self.bias)
 
 
-def apply_rounding(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+class FixedLinear(nn.Linear):
+    """`Int8Linear` whose integers do not learn, beside layers that do; (…, in_features) → (…, out_features).
+
+    Attributes:
+        weight: (out_features, in_features) what the integers stand for, without a gradient.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, device: torch.device | None, scheme: Scheme
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device)
+        self.scheme = scheme
+
+    @torch.no_grad()
+    def begin(self, weight_NK: Tensor, stored: Stored) -> None:
+        """Take the integers of `stored`, and nothing of the float weights."""
+        self.weight.copy_(stored.dequantize())
+
+    def forward(self, input: Tensor) -> Tensor:
+        rounded: Tensor = _Activation.apply(input, self.scheme)  # pyright: ignore[reportAssignmentType]
+        return F.linear(rounded, self.weight, self.bias)
+
+
+def apply_rounding(model: nn.Module, schemes: Mapping[str, Scheme], fixed: Collection[str] = ()) -> None:
     """Replace the linear layers `schemes` of `model`; their weights mean nothing until `begin`.
 
     Args:
         schemes: module name → how it is rounded.
+        fixed: those of them that do not learn, bias included.
     """
     for name, scheme in schemes.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear), name
-        replacement = RoundedLinear(
-            layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device, scheme
-        )
+        kind = FixedLinear if name in fixed else RoundedLinear
+        replacement = kind(layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device, scheme)
         if layer.bias is not None:
             replacement.bias = layer.bias
-        model.set_submodule(name, replacement)
+        model.set_submodule(name, replacement.requires_grad_(name not in fixed))
 
 
 def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
-    """The layers that `apply_rounding` made, by name."""
+    """The layers that `apply_rounding` made to learn, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, RoundedLinear)}
 
 
-def begin_all(model: nn.Module, floating: nn.Module, tensor: Callable[[str], Tensor]) -> None:
+def begin_all(
+    model: nn.Module,
+    floating: nn.Module,
+    tensor: Callable[[str], Tensor],
+    smoothed: Mapping[str, Tensor] | None = None,
+) -> None:
     """Give `model` the weights of `floating`, and its rounded layers the integers of an artifact.
 
     Args:
         floating: the same network without `apply_rounding`.
         tensor: tensor name → tensor of the artifact.
+        smoothed: layer → (in_features,) what the artifact multiplies its columns with and `floating` does not.
     """
-    layers = rounded_layers(model)
     unknown = model.load_state_dict(floating.state_dict(), strict=False).unexpected_keys
     assert not unknown, unknown
-    for name, layer in layers.items():
-        layer.begin(floating.get_parameter(f"{name}.weight").detach(), _stored(name, layer.scheme, tensor))
+    for name, layer in model.named_modules():
+        if isinstance(layer, RoundedLinear | FixedLinear):
+            weight_NK = floating.get_parameter(f"{name}.weight").detach()
+            if smoothed is not None and name in smoothed:
+                weight_NK = weight_NK * smoothed[name]
+            layer.begin(weight_NK, _stored(name, layer.scheme, tensor))
 
 
 def _stored(name: str, scheme: Scheme, tensor: Callable[[str], Tensor]) -> Stored:

@@ -22,7 +22,7 @@ from penjing.compress.decoder.layer import quantized_tensors
 from penjing.compress.decoder.parity import CONTINUATION, measure
 from penjing.compress.decoder.qat import apply_rounding, begin_all, rounded_layers
 from penjing.compress.decoder.settings import Int8Settings
-from penjing.compress.decoder.stream import EMBEDDING
+from penjing.compress.decoder.stream import EMBEDDING, FINAL_NORM, HEAD
 from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.distill.decoder import TRAINING
 from penjing.compress.distill.objective import DistillWeights
@@ -47,6 +47,7 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.progress import Progress
+from penjing.core.runtime.embedding import CHANNEL, tied_name
 from penjing.core.runtime.schemes import has_int8_embedding, quantized_modules
 from penjing.core.work import Places, StepRecord, Tasks, link_or_copy
 from penjing.kernels.quantize import ABOVE_INPUTS
@@ -56,6 +57,7 @@ from penjing.train.recipe.recipe import RunRecipe
 MOST_NAMES = 4  # of layers in 8 bits that the summary names
 TARGET = "penjing's INT8 runtime"
 ACTIVATIONS = "int8, a scale a token"
+HEAD_MODULE = HEAD.removesuffix(".weight")
 SCALE_BITS = 16  # of a group of 4-bit weights, and as many of its offset
 
 
@@ -83,21 +85,13 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
 
     Raises:
         ConfigError: a `keep` pattern that matches nothing, a window longer than the context, a transform that does not
-            fit, no text to train on, training with offsets that are whole steps, or with one tensor for
-            embedding and LM head.
+            fit, no text to train on, or training with offsets that are whole steps.
     """
     if step.steps and step.offsets == "whole":
         raise ConfigError(
             "training moves offsets of groups, which stay no whole steps: take offsets=true or false, or steps=0"
         )
     config = open_checkpoint(source).config
-    parted = step.transform.rotate or (step.transform.smooth_norm > 0 and step.embedding_dtype != "int8")
-    if step.steps and config.tie_word_embeddings and step.lm_head == "int8" and not parted:
-        instead = "" if step.embedding_dtype == "int8" else 'lm_head="keep", or '
-        raise ConfigError(
-            f"training rounds the LM head apart from the embedding, and {source} has one tensor for both, which "
-            f"transform.rotate=true would part: with rotate=false take {instead}steps=0"
-        )
     check_settings(kept_by_budget(step, source), config)
     check_window(source, data)
     if step.steps:
@@ -276,16 +270,19 @@ class RoundedTask(WrappedTask):
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = super().build_model()
-        apply_rounding(model, self._decoder.schemes)
+        assert isinstance(model, Decoder)
+        self._decoder.part(model)
+        apply_rounding(model, self._decoder.schemes, self._decoder.fixed)
         self._decoder.freeze(model)
         return model
 
     def initialize(self, model: nn.Module) -> None:
         """See `Task`: rounded, the network is the calibrated artifact."""
+        assert isinstance(model, Decoder)
         plain = super().build_model()
         super().initialize(plain)
-        begin_all(model, plain, self._decoder.stored)
-        self._decoder.begin_table(model)
+        begin_all(model, plain, self._decoder.stored, {HEAD_MODULE: self._decoder.head_smoothing()})
+        self._decoder.begin_tables(model)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""
@@ -303,6 +300,9 @@ class RoundedDecoder:
 
     Attributes:
         schemes: the linear layers that are rounded → how.
+        fixed: those that stay as they were calibrated: a head that is one table with the embedding, which is looked up
+            row by row; and layers in 8 bits beside those in 4, whose rounding costs little and whose rates would be
+            others.
     """
 
     def __init__(self, floating: Path, calibrated: Path, settings: Int8Settings) -> None:
@@ -310,46 +310,63 @@ class RoundedDecoder:
         artifact = open_checkpoint(calibrated)
         assert artifact.quantization is not None, "it was calibrated"
         self._quantization = artifact.quantization
+        self.config = artifact.config
         self.schemes = quantized_modules(self._quantization, linear_modules(artifact.config))
         self._int8_table = has_int8_embedding(self._quantization)
+        self._one_table = self._int8_table and artifact.config.tie_word_embeddings
+        bits = {scheme.bits for scheme in self.schemes.values()}
+        self.fixed = {name for name, scheme in self.schemes.items() if bits == {4, 8} and scheme.bits == 8}
+        if self._one_table:
+            self.fixed.add(HEAD_MODULE)
 
-    def freeze(self, decoder: nn.Module) -> None:
-        """Take out of training what stays as it was calibrated: an embedding in INT8, and layers in 8 bits beside those
-        in 4, whose rounding costs little and whose rates would be others."""
+    def part(self, decoder: Decoder) -> None:
+        """Give `decoder` a head of its own where it is rounded and was the embedding: these are other numbers."""
+        if decoder.config.tie_word_embeddings and HEAD_MODULE in self.schemes:
+            tokens, width = decoder.lm_head.weight.shape
+            decoder.config = decoder.config.model_copy(update={"tie_word_embeddings": False})
+            decoder.lm_head = nn.Linear(width, tokens, bias=False, device=decoder.lm_head.weight.device)
+
+    def freeze(self, decoder: Decoder) -> None:
+        """Take an embedding in INT8 out of training."""
         if self._int8_table:
             decoder.get_parameter(EMBEDDING).requires_grad_(False)
-        if {scheme.bits for scheme in self.schemes.values()} == {4, 8}:
-            for name, scheme in self.schemes.items():
-                if scheme.bits == 8:
-                    decoder.get_submodule(name).requires_grad_(False)
+
+    def head_smoothing(self) -> Tensor:
+        """(E,) what the columns of the artifact's head are multiplied with, because its last norm is divided by it."""
+        floating_E, stored_E = open_checkpoint(self.floating).get(FINAL_NORM), self.stored(FINAL_NORM)
+        return torch.where(stored_E == 0, 1.0, floating_E.float() / stored_E.float())
 
     @torch.no_grad()
-    def begin_table(self, decoder: nn.Module) -> None:
-        """Give `decoder` the embedding that was calibrated, where that is in INT8."""
+    def begin_tables(self, decoder: Decoder) -> None:
+        """Give `decoder` the last norm that was calibrated, and the embedding where that is in INT8."""
+        decoder.get_parameter(FINAL_NORM).copy_(self.stored(FINAL_NORM))
         if self._int8_table:
-            table = QuantizedWeight(self.stored(EMBEDDING), self.stored(f"{EMBEDDING}_scale"))
-            decoder.get_parameter(EMBEDDING).copy_(table.dequantize())
+            rows_VE = QuantizedWeight(self.stored(EMBEDDING), self.stored(f"{EMBEDDING}_scale")).dequantize()
+            decoder.get_parameter(EMBEDDING).copy_(rows_VE * self.stored(CHANNEL) if self._one_table else rows_VE)
 
     def stored(self, name: str) -> Tensor:
         """The calibrated tensor `name`."""
-        return open_checkpoint(self.calibrated).get(name)
+        return open_checkpoint(self.calibrated).get(tied_name(name) if self._one_table else name)
 
     def save(self, folder: Path, model: Decoder) -> None:
         """Write the artifact of `model`, whose linear layers were replaced, without a manifest."""
         extra = {"quantization_config": self._quantization}
-        save_checkpoint(folder, model.config, self._tensors(model), tokenizer_from=self.floating, extra_config=extra)
+        save_checkpoint(folder, self.config, self._tensors(model), tokenizer_from=self.floating, extra_config=extra)
 
     def _tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
         layers, parameters, settings = rounded_layers(model), dict(model.named_parameters()), self._settings
-        for name in tensor_shapes(model.config):
+        for name in tensor_shapes(self.config):
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module in layers:
                 for stored, tensor in quantized_tensors(module, layers[module].quantized()).items():
                     yield stored, tensor.cpu()
+            elif name.endswith(".weight") and module in self.fixed:
+                yield from ((each, self.stored(each)) for each in self.schemes[module].tensor_names(module))
             elif name == EMBEDDING and self._int8_table:
-                yield from ((each, self.stored(each)) for each in (name, f"{name}_scale"))
+                channel = (CHANNEL,) if self._one_table else ()
+                yield from ((each, self.stored(each)) for each in (name, f"{name}_scale", *channel))
             else:
-                half = name == EMBEDDING or name == "lm_head.weight"
+                half = name in (EMBEDDING, HEAD)
                 kept = settings.keep_dtype if settings.keeps(module) else "float32"
                 dtype = DTYPES[settings.embedding_dtype if half else kept]
                 yield name, parameters[name].detach().to("cpu", dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penjing.compress.decoder.qat import apply_rounding, begin_all, rounded_layers
 from penjing.compress.decoder.weights import QuantizedWeight
 from penjing.compress.distill.task import WrappedTask
-from penjing.compress.quantizers.decoder import RoundedDecoder
+from penjing.compress.quantizers.decoder import HEAD_MODULE, RoundedDecoder
 from penjing.compress.sight.rounding import RoundedSight
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.sight import save_sight
@@ -47,14 +47,17 @@ class RoundedSightTask(WrappedTask):
     def build_model(self) -> nn.Module:
         """See `Task`."""
         model = self._plain()
+        self._decoder.part(model.decoder)
         schemes = {DECODER + name: scheme for name, scheme in self._decoder.schemes.items()}
-        apply_rounding(model, schemes | {name: INT8_ABOVE if is_above(name) else INT8 for name in self._seeing})
+        schemes |= {name: INT8_ABOVE if is_above(name) else INT8 for name in self._seeing}
+        apply_rounding(model, schemes, {DECODER + name for name in self._decoder.fixed})
         self._decoder.freeze(model.decoder)
         return model
 
     @torch.no_grad()
     def initialize(self, model: nn.Module) -> None:
         """See `Task`: rounded, the network is what was calibrated."""
+        assert isinstance(model, VisionLanguage)
         plain, floating = self._plain(), open_checkpoint(self._decoder.floating)
         for name, parameter in plain.decoder.named_parameters():
             parameter.copy_(floating.get(name))
@@ -63,8 +66,8 @@ class RoundedSightTask(WrappedTask):
             biases = {name: tensor for name, tensor in self._eyes.tensors.items() if name.endswith(".bias")}
             state = self._eyes.sight.state_dict() | biases | self._eyes.floating
         Sight.of(plain).load_state_dict(state)
-        begin_all(model, plain, self._stored)
-        self._decoder.begin_table(model.get_submodule("decoder"))
+        begin_all(model, plain, self._stored, {DECODER + HEAD_MODULE: self._decoder.head_smoothing()})
+        self._decoder.begin_tables(model.decoder)
 
     def export(self, model: nn.Module, folder: Path, created_by: dict[str, Any]) -> None:
         """See `Task`."""

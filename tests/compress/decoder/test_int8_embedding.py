@@ -186,11 +186,6 @@ def test_damaged_tables_are_refused_by_name(
     ("overrides", "message"),
     [
         (["steps.0.lm_head=keep"], "embedding_dtype=.int8. needs lm_head"),
-        (["steps.0.steps=4", "steps.0.transform.rotate=false"], "one tensor for both, .* rotate=false take steps=0"),
-        (
-            ["steps.0.steps=4", "steps.0.transform.rotate=false", "steps.0.transform.smooth_norm=0.5"],
-            "one tensor for both, .* rotate=false take steps=0",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tied: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
