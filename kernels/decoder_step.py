@@ -359,7 +359,7 @@ class DecoderStep:
         if layer.experts is not None:
             fill_experts(out, layer, packer)
         else:
-            out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation == "gelu_tanh")
+            out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation)
             out.down = packer.pack([layer.down])
         for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
             setattr(out, name, self._optional(getattr(layer, name), self.hidden))
@@ -370,6 +370,8 @@ class DecoderStep:
             raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         out.sinks = self._optional(layer.sinks, self._num_heads)
+        out.attended_norm = self._optional(layer.attended_norm, size(layer.out)[1])
+        out.inner_norm = self._optional(layer.inner_norm, size(layer.down)[1])
         if layer.window is not None and layer.window < 1:
             raise ValueError(f"window={layer.window}: at least 1 key is needed")
         out.window = layer.window or 0

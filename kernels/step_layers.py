@@ -43,6 +43,8 @@ class Int8Table:
 
 
 AnyLinear = PackedInt8 | PackedInt4 | FloatLinear
+GATED = ("silu", "gelu_tanh", "relu2")
+"""Activations of a gate that packed layers of gate and up compute, in the order of PjLinear's numbers."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,13 @@ class LayerWeights:
     norm_rotated: bool = False
     """Whether they come after the rotation."""
     activation: Activation | Literal["clamped_swiglu"] = "silu"
-    """Of the gate; with `up` silu or gelu_tanh, of experts also clamped_swiglu (`kernels.swiglu`)."""
+    """Of the gate; with `up` one of GATED, of experts silu, gelu_tanh or clamped_swiglu (`kernels.swiglu`)."""
     experts: ExpertLayers | None = None
     """Then gate, up and down are those of the first one."""
+    attended_norm: Tensor | None = None
+    """(heads × head_dim,): of what `out` reads."""
+    inner_norm: Tensor | None = None
+    """(inner,): of what `down` reads, before its transform; experts have none."""
     sinks: Tensor | None = None
     """(heads,): a score more in each sum that attention divides by."""
     curve: tuple[float, float] = (0.0, 0.0)
@@ -153,13 +159,13 @@ class Packer:
         parts = [(linear.weight_NK, linear.scale_N, linear.bias_N) for linear in eights]
         return self.extension.prepack_parts(parts, swiglu=swiglu, memory=memory, zero_points=above).linear
 
-    def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], gelu: bool = False) -> int:
-        """Projections of one input, as one packed layer where they join (gate and up as SwiGLU); the slots used."""
+    def fill(self, slots: ctypes.Array[abi.Linear], group: Sequence[AnyLinear], activation: str = "silu") -> int:
+        """Projections of one input, as one packed layer where they join (a gate and its product); the slots used."""
         if joins(group):
             pair = len(group) == 2
             slots[0] = self.pack(group, swiglu=pair)
-            if pair and gelu:
-                slots[0].swiglu = 2
+            if pair:
+                slots[0].swiglu = 1 + GATED.index(activation)
             return 1
         for i, linear in enumerate(group):
             slots[i] = self.pack([linear])
@@ -241,7 +247,7 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
     for index, pair in enumerate(zip(experts.gates, experts.ups, strict=True)):
         slots = (abi.Linear * 2)()
         if together:
-            packer.fill(slots, pair, layer.activation == "gelu_tanh")
+            packer.fill(slots, pair, layer.activation)
         else:
             slots[0], slots[1] = (packer.pack([each]) for each in pair)
         gate_ups[apart * index : apart * (index + 1)] = slots[:apart]
@@ -269,7 +275,13 @@ def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> 
     experts = layer.experts
     assert experts is not None
     count = len(experts.gates)
-    if layer.parallel or layer.out_norm is not None or layer.hadamard or layer.up is None:
+    if (
+        layer.parallel
+        or layer.out_norm is not None
+        or layer.hadamard
+        or layer.up is None
+        or layer.inner_norm is not None
+    ):
         raise ValueError(f"layer {index}: experts have a gate, a norm before them alone and no transform")
     if layer.activation not in ("silu", "gelu_tanh", "clamped_swiglu"):
         raise ValueError(f"layer {index}: {layer.activation} of experts is not known")
@@ -311,8 +323,8 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
             raise ValueError(f"layer {index}: of out_norm and down_norm one is missing")
         if layer.experts is not None:
             _check_experts(index, layer, hidden, inner)
-        elif layer.up is not None and layer.activation not in ("silu", "gelu_tanh"):
-            raise ValueError(f"layer {index}: {layer.activation} of a gate; silu or gelu_tanh is possible")
+        elif layer.up is not None and layer.activation not in GATED:
+            raise ValueError(f"layer {index}: {layer.activation} of a gate; possible are {', '.join(GATED)}")
         if layer.parallel and layer.out_norm is not None:
             raise ValueError(f"layer {index}: parallel, with norms behind attention and MLP")
         shapes = {

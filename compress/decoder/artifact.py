@@ -98,7 +98,8 @@ class _Layers:
         alpha = self.settings.transform.smooth_down
         moe = self.config.moe
         clamped = moe is not None and moe.activation != "silu"
-        if alpha > 0 and (clamped or not self.config.mlp_gated):
+        absorbs = self.config.mlp_gated or self.config.inner_norms
+        if alpha > 0 and (clamped or not absorbs):
             what = "the experts have an activation of their own" if clamped else "the MLPs have no gate"
             self.progress.note(
                 f"transform.smooth_down={alpha:g} does nothing here: {what} in {self.source}, so that nothing before "

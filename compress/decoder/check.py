@@ -125,10 +125,13 @@ def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
         ConfigError: a pattern matches nothing, `group` does not divide a layer's inputs, or the MLPs are not as wide as
             `transform.hadamard_down` needs.
     """
-    if settings.transform.rotate and config.norms != "before":
+    if settings.transform.rotate and not rotates(config):
+        what = (
+            "before their last matrix (inner_norms)" if config.inner_norms else f"behind them (norms={config.norms!r})"
+        )
         raise ConfigError(
-            f"transform.rotate: a norm behind attention and MLP (norms={config.norms!r}) does not let a rotation of "
-            "the residual through; set rotate = false"
+            f"transform.rotate: attention and MLP have a norm {what}, which does not let a rotation through; "
+            "set rotate = false"
         )
     transformed(config, settings.transform)
     modules = linear_modules(config)
@@ -149,6 +152,11 @@ def check_settings(settings: Int8Settings, config: DecoderConfig) -> None:
             fitting = [str(size) for size in range(32, 257, 32) if inputs % size == 0]
             advice = f"take group={' or '.join(fitting)}" if fitting else "name it in keep_int8"
             raise ConfigError(f"group={settings.group} does not divide the {inputs} inputs of {module}; {advice}")
+
+
+def rotates(config: DecoderConfig) -> bool:
+    """Whether the norms of a network let a rotation of the residual stream and of the value heads through."""
+    return config.norms == "before" and not config.inner_norms
 
 
 def _check_zero_points(settings: Int8Settings, modules: list[str]) -> None:

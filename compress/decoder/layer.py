@@ -18,7 +18,7 @@ from penjing.compress.decoder.int4 import (
     quantize_grouped_compensated,
     whole_range,
 )
-from penjing.compress.decoder.parts import is_routed, mlps, same_input
+from penjing.compress.decoder.parts import inner_norm, is_routed, mlps, same_input
 from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import FindScale, Heads, by_alpha, smooth_linears
@@ -174,7 +174,8 @@ def compress_layer(
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
     if settings.kv_cache == "int8":
-        tensors |= largest.scales(scales.get("self_attn.o_proj"))
+        values_divided = inner_norm(weights, "self_attn.o_proj") is None  # else the norm is
+        tensors |= largest.scales(scales.get("self_attn.o_proj") if values_divided else None)
     return CompressedLayer(tensors, errors, few, changes)
 
 

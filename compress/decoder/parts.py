@@ -42,6 +42,13 @@ def norm_readers(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {norm: linears for norm, linears in readers.items() if f"{norm}.weight" in names}
 
 
+def inner_norm(names: Iterable[str], linear: str) -> str | None:
+    """The norm whose output the last layer of attention or MLP, `linear`, reads, if the layer with tensors `names` has
+    it."""
+    norm = {"self_attn.o_proj": "self_attn.attn_sub_norm", "mlp.down_proj": "mlp.ffn_sub_norm"}.get(linear)
+    return norm if f"{norm}.weight" in names else None
+
+
 def same_input(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Linear layers that become INT8 and read the same activations, by the first of them."""
     groups = {

@@ -2,7 +2,8 @@
 
 A linear computes (x / s)·(W × s)ᵀ for any positive s, one value an input channel. Dividing by s costs nothing where
 what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated product is linear in it; an MLP without
-a gate and gpt-oss's experts absorb nothing), the rows of `v_proj` (attention mixes positions, not channels).
+a gate and gpt-oss's experts absorb nothing), the rows of `v_proj` (attention mixes positions, not channels). Where a
+norm stands before `down_proj` or `o_proj`, as in BitNet, its weight absorbs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.parts import mlps, norm_readers
+from penjing.compress.decoder.parts import inner_norm, mlps, norm_readers
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.stream import Weights
 from penjing.core.models.config import DecoderConfig
@@ -132,21 +133,23 @@ def smooth_linears(
     linear = config.moe is None or config.moe.activation == "silu"
     if transform.smooth_down > 0 and linear:
         for mlp in mlps(weights):
-            if f"{mlp}.up_proj.weight" not in weights:
-                continue  # what an activation gives is not linear in anything before it
             down = f"{mlp}.down_proj"
+            before = inner_norm(weights, down) or f"{mlp}.up_proj"
+            if f"{before}.weight" not in weights:
+                continue  # what an activation gives is not linear in anything before it
             scale_K = rule_of(down)(samples[down], weights[f"{down}.weight"], transform.smooth_down, None)
-            _divide_outputs(weights, f"{mlp}.up_proj", scale_K)
+            _divide_outputs(weights, before, scale_K)
             weights[f"{down}.weight"].mul_(scale_K)
             scales[down] = scale_K
     if transform.smooth_output > 0:
-        heads, weight_NK = Heads(config.num_key_value_heads, config.head_dim), weights["self_attn.o_proj.weight"]
-        rule = rule_of("self_attn.o_proj")
-        scale_C = rule(samples["self_attn.o_proj"], weight_NK, transform.smooth_output, heads)
-        _divide_outputs(weights, "self_attn.v_proj", scale_C)
-        scale_K = heads.of_queries(scale_C, weight_NK.shape[1])
-        weights["self_attn.o_proj.weight"].mul_(scale_K)
-        scales["self_attn.o_proj"] = scale_K
+        out, weight_NK = "self_attn.o_proj", weights["self_attn.o_proj.weight"]
+        norm = inner_norm(weights, out)
+        heads = Heads(config.num_key_value_heads, config.head_dim) if norm is None else None
+        scale_C = rule_of(out)(samples[out], weight_NK, transform.smooth_output, heads)
+        _divide_outputs(weights, norm or "self_attn.v_proj", scale_C)
+        scale_K = scale_C if heads is None else heads.of_queries(scale_C, weight_NK.shape[1])
+        weight_NK.mul_(scale_K)
+        scales[out] = scale_K
     return scales
 
 
@@ -155,7 +158,9 @@ def _log_magnitude(magnitude_K: Tensor) -> Tensor:
     return magnitude_K.clamp(min=max(float(magnitude_K.max()) * SMALLEST, 1e-30)).log()
 
 
-def _divide_outputs(weights: Weights, linear: str, scale_N: Tensor) -> None:
-    weights[f"{linear}.weight"].div_(scale_N[:, None])
-    if f"{linear}.bias" in weights:
-        weights[f"{linear}.bias"].div_(scale_N)
+def _divide_outputs(weights: Weights, module: str, scale_N: Tensor) -> None:
+    """Of a linear layer or a norm."""
+    weight = weights[f"{module}.weight"]
+    weight.div_(scale_N if weight.dim() == 1 else scale_N[:, None])
+    if f"{module}.bias" in weights:
+        weights[f"{module}.bias"].div_(scale_N)

@@ -160,16 +160,20 @@ class DecoderSubject:
         """The tensors of the decoder that is left."""
         whole = self.config
         gain = math.sqrt(whole.hidden_size / config.hidden_size)
-        # A norm over all heads counts those that left as zeros, as the norms over the hidden width do. Its epsilon
-        # stays as it is, because the network has one for all norms.
+        # A norm over all heads, or over an MLP's units, counts those that left as zeros, as the norms over the hidden
+        # width do. Its epsilon stays as it is, because the network has one for all norms.
         heads_gain = math.sqrt(whole.num_key_value_heads / config.num_key_value_heads)
-        over_heads = ("q_norm.weight", "k_norm.weight") if whole.qk_norm_over == "all" else ()
+        over_heads = ("attn_sub_norm.weight",)
+        over_heads += ("q_norm.weight", "k_norm.weight") if whole.qk_norm_over == "all" else ()
         for name in tensor_shapes(config):
             tensor = self.weights(name)
             assert tensor is not None
             tensor = cuts[name].of(tensor) if name in cuts else tensor
             over_hidden = name.endswith(("layernorm.weight", "model.norm.weight", "output_norm.weight"))
             factor = gain if over_hidden else heads_gain if name.endswith(over_heads) else 1.0
+            if name.endswith("ffn_sub_norm.weight"):
+                layer = int(name.split(".")[2])
+                factor = math.sqrt(whole.ffn_size(layer) / config.ffn_size(layer))
             yield name, tensor * factor if factor != 1 else tensor
 
     def _stored(self, name: str) -> str:

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from penjing.compress.decoder.artifact import make_weights
-from penjing.compress.decoder.check import check_settings, int8_needs, linear_modules
+from penjing.compress.decoder.check import check_settings, int8_needs, linear_modules, rotates
 from penjing.compress.decoder.head import DTYPES
 from penjing.compress.decoder.layer import quantized_tensors
 from penjing.compress.decoder.parity import CONTINUATION, measure
@@ -99,8 +99,8 @@ def check(source: Path, step: DecoderQuantize, data: DataSettings, training: Tra
 
 
 def fitting(source: Path) -> dict[str, Any]:
-    """Settings without which the network could not be quantized: no rotation passes a norm behind attention and MLP."""
-    return {} if open_checkpoint(source).config.norms == "before" else {"transform": {"rotate": False}}
+    """Settings without which the network could not be quantized: no rotation where norms let none through."""
+    return {} if rotates(open_checkpoint(source).config) else {"transform": {"rotate": False}}
 
 
 def needed(source: Path, step: DecoderQuantize, data: DataSettings) -> tuple[int, int, int]:

@@ -96,14 +96,15 @@ class LayerTransforms:
         if layer in ("self_attn.o_proj", "mlp.down_proj"):
             return found_NR if self._residual_EE is None else self._residual_EE.t() @ found_NR
         divided_N = None
+        vectors = {} if self._config.inner_norms else self._vectors  # else the norm before o_proj or down_proj divides
         if layer == "self_attn.v_proj":
             if self._head_DD is not None:
                 found_NR = (self._head_DD.t() @ found_NR.unflatten(0, (-1, len(self._head_DD)))).flatten(0, 1)
-            if (divided_K := self._vectors.get(f"{prefix}.self_attn.o_proj.divided")) is not None:
+            if (divided_K := vectors.get(f"{prefix}.self_attn.o_proj.divided")) is not None:
                 # The query heads of a value head share its scales.
                 divided_N = divided_K.view(self._config.num_key_value_heads, -1, self._config.head_dim)[:, 0].flatten()
         elif layer == "mlp.up_proj":
-            divided_N = self._vectors.get(f"{prefix}.mlp.down_proj.divided")
+            divided_N = vectors.get(f"{prefix}.mlp.down_proj.divided")
         return found_NR if divided_N is None else found_NR / divided_N.double()[:, None]
 
 

@@ -142,6 +142,10 @@ def _arcee(values: Values, source: str) -> Fold:
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"})
 
 
+def _bitnet(values: Values, source: str) -> Fold:
+    return Fold(config_of(values, source, inner_norms=True, activation="relu2"))
+
+
 def _apertus(values: Values, source: str) -> Fold:
     config = config_of(values, source, qk_norm=True, mlp_gated=False, activation="xielu")
     names = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
@@ -231,6 +235,17 @@ _GLM: Values = {
 }
 _FAMILIES: dict[str, Family] = (
     {
+        "bitnet": Family(
+            _bitnet,
+            {
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 5,
+                "rope_theta": 500000.0,
+                "attention_bias": False,
+            },
+            ("relu2",),
+        ),
         "arcee": Family(_arcee, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, ("relu2",)),
         "apertus": Family(
             _apertus,

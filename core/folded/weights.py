@@ -38,6 +38,11 @@ class FoldedCheckpoint(Checkpoint):
         self._fold: Fold = fold_from_hf(values, source)
         return self._fold.config
 
+    @property
+    def plain(self) -> bool:
+        """Whether the folder holds the very tensors of the network, under its names."""
+        return self._fold == Fold(self.config)
+
     def get(self, name: str) -> torch.Tensor:
         """See `Checkpoint`; in float32 where it is changed."""
         return self._centred(name) if self._fold.centred else self._plain(name)

@@ -12,6 +12,7 @@ from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.folded.weights import FoldedCheckpoint
 from penjing.core.foreign.awq import Awq
+from penjing.core.foreign.bitnet import BitNet
 from penjing.core.foreign.compressed import Compressed
 from penjing.core.foreign.gptq import Gptq
 from penjing.core.foreign.layer import Grouped, Packing, Shape
@@ -21,6 +22,7 @@ from penjing.core.models.hf_config import decoder_config_from_hf
 PACKINGS: dict[str, Callable[[dict[str, Any], str], Packing]] = {
     "awq": Awq,
     "gptq": Gptq,
+    "bitnet": BitNet,
     "compressed-tensors": Compressed,
 }
 

@@ -3,7 +3,8 @@
 Of 4 bits that is weight = code × scale + offset for groups of inputs that lie together, offset = −zero × scale, which
 float32 holds exactly; where all zeros are in the middle no offsets are needed. Activations, which such folders leave in
 16 bits, become bfloat16 (W4A16), or get 8 bits and a scale for each group (W4A8), for which there always are offsets.
-Of 8 bits it is W8A8: symmetric, one scale a channel.
+Of 8 bits it is W8A8: symmetric, one scale a channel. Of three values, as BitNet has them, it is W8A8 too, stored in 4
+bits where groups of inputs have a length that the kernels know (`kernels.stepped`), with steps of 1: the same products.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from penjing.core.artifact.decoder import quantization_config
-from penjing.core.errors import InputError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.folded.weights import FoldedCheckpoint
+from penjing.core.foreign.bitnet import BitNet
 from penjing.core.foreign.folder import ForeignCheckpoint
-from penjing.core.foreign.layer import Grouped, num_groups
+from penjing.core.foreign.layer import TERNARY, TERNARY_ZERO, Grouped, num_groups
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.runtime.schemes import quantized_modules
-from penjing.kernels.cpu.packing import LEAST_GROUP
+from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP, LEAST_GROUP
 from penjing.kernels.int4_linear import FLOATING, OFFSET, ActivationBits, pack_int4
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -36,6 +38,7 @@ class Kept:
         activation_bits: of what the 4-bit layers read.
         group: inputs of a group of the 4-bit layers, which divides the folder's own: scales are repeated.
         four, eight: how many layers have that many bits.
+        three: how many have three values.
         dtype: of the embedding, which stays as it was stored, as `config.json` says it.
         reason: why the integers cannot be kept; None: they can.
     """
@@ -52,19 +55,24 @@ class Kept:
         self._checkpoint = checkpoint
         self.activation_bits: ActivationBits = activation_bits or (8 if _rounds(checkpoint) else FLOATING)
         self.reason = _reason(checkpoint)
-        self._symmetric, self._eight, self.four, self.group = True, list[str](), 0, 0
+        self._symmetric, self._eight, self.four, self.three, self.group = True, list[str](), 0, 0, 0
         for name in checkpoint.modules if self.reason is None else ():
             layer = checkpoint.grouped(name)
             self.reason = self.reason or _reason_of_layer(name, layer)
             self._symmetric &= layer.symmetric()
             if layer.bits == 8:
                 self._eight.append(name)
+            elif layer.bits == TERNARY:
+                self.three += 1
+                self.group = gcd(self.group or LARGEST_STEPPED_GROUP, layer.code_NK.shape[1])
             else:
                 self.four += 1
                 self.group = gcd(self.group, _spacing(layer))
         self.eight = len(self._eight)
         self.dtype = _DTYPES.get(checkpoint.dtype(EMBEDDING), "float32")
-        if self.reason is None and self.group % LEAST_GROUP:
+        if self.three and activation_bits == FLOATING:
+            raise ConfigError("activations=16: a network of three values was trained with activations of 8 bits")
+        if self.reason is None and self.group % LEAST_GROUP and not self.three:
             self.reason = f"its groups begin every {self.group} inputs; multiples of {LEAST_GROUP} fit"
 
     def quantization(self) -> dict[str, Any]:
@@ -72,6 +80,8 @@ class Kept:
         shapes = tensor_shapes(self._checkpoint.config)
         linear = {name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")}
         keep = sorted((linear | {"lm_head"}) - set(self._checkpoint.modules))
+        if self._in_steps:
+            return quantization_config(keep, group=self.group, whole=True)
         if not self.four:
             return quantization_config(keep)
         bits = self.activation_bits
@@ -87,9 +97,12 @@ class Kept:
                 yield name, self._checkpoint.get(name)
                 continue
             layer = self._checkpoint.grouped(module)
-            if layer.bits == 8:
-                yield name, (layer.code_NK.to(torch.int16) - 128).to(torch.int8)
+            if layer.bits == 8 or (layer.bits == TERNARY and not self._in_steps):
+                yield name, (layer.code_NK.to(torch.int16) - (1 << (layer.bits - 1))).to(torch.int8)
                 yield f"{module}.weight_scale", layer.scale_NG
+                continue
+            if layer.bits == TERNARY:
+                yield from self._stepped(module, layer)
                 continue
             scale_NG, offset_NG = self._scales(layer)
             yield f"{module}.weight_packed", pack_int4(layer.code_NK.to(torch.int8) - OFFSET)
@@ -97,6 +110,19 @@ class Kept:
             yield f"{module}.weight_scale", scale_NG
             if self._offsets:
                 yield f"{module}.weight_offset", offset_NG
+
+    @property
+    def _in_steps(self) -> bool:
+        return self.three > 0 and self.group % LEAST_GROUP == 0
+
+    def _stepped(self, module: str, layer: Grouped) -> Iterator[tuple[str, Tensor]]:
+        outputs, inputs = layer.code_NK.shape
+        step_NG = torch.ones(outputs, inputs // self.group, dtype=torch.int8)
+        yield f"{module}.weight_packed", pack_int4(layer.code_NK.to(torch.int8) - TERNARY_ZERO)
+        yield f"{module}.weight_shape", torch.tensor(layer.code_NK.shape)
+        yield f"{module}.weight_scale", layer.scale_NG
+        yield f"{module}.weight_step", step_NG
+        yield f"{module}.weight_offset", -OFFSET * step_NG
 
     @property
     def _offsets(self) -> bool:
@@ -112,6 +138,8 @@ class Kept:
 
 def _rounds(checkpoint: ForeignCheckpoint) -> bool:
     """Whether the program that made the folder rounds activations."""
+    if isinstance(checkpoint.packing, BitNet):
+        return True
     groups = (checkpoint.quantization or {}).get("config_groups") or {}
     return any(group.get("input_activations") is not None for group in groups.values())
 
@@ -119,7 +147,7 @@ def _rounds(checkpoint: ForeignCheckpoint) -> bool:
 def _reason(checkpoint: ForeignCheckpoint) -> str | None:
     """Why no integers of this network can be kept; None: it depends on its layers."""
     config, shapes = checkpoint.config, tensor_shapes(checkpoint.config)
-    if isinstance(checkpoint, FoldedCheckpoint):
+    if isinstance(checkpoint, FoldedCheckpoint) and not checkpoint.plain:
         return "factors of its family go into its weights"
     for name in checkpoint.modules:
         if f"{name}.weight" not in shapes or not name.endswith(("_proj", "lm_head")):
@@ -155,6 +183,12 @@ def said_of_integers(kept: Kept | None, checkpoint: ForeignCheckpoint, dtype: st
     if kept is None or kept.reason is not None:
         why = "" if kept is None else f", because {kept.reason}"
         return f"{name}: {len(checkpoint.modules)} layers are made {dtype}{why}; 'penjing compress' rounds them again"
+    if kept.three:
+        where = f"in 4 bits, steps of 1 in groups of {kept.group}" if kept.group % LEAST_GROUP == 0 else "in 8 bits"
+        return (
+            f"{name}: {kept.three} layers of three values keep them, {where}; activations will be rounded to 8 bits "
+            "with a scale for each token, as they were in training"
+        )
     four = f"{kept.four} layers of 4 bits keep their integers, in groups of {kept.group}" if kept.four else ""
     eight = f"{kept.eight} layers of 8 bits keep theirs, with a scale a channel" if kept.eight else ""
     said = f"{name}: {' and '.join(part for part in (four, eight) if part)}; "

@@ -12,6 +12,7 @@ from torch import Tensor
 from penjing.core.errors import InputError
 
 BITS = (4, 8)
+TERNARY, TERNARY_ZERO = 2, 2  # bits of a code of three values, and the code of 0
 WORD = 32  # bits of a stored word
 ROWS_AT_ONCE = 1024
 FLOATING = ("F16", "BF16", "F32")
@@ -24,7 +25,7 @@ class Grouped:
     """weight[n, k] = (code[n, k] − zero[n, g]) × scale[n, g] for the group g of the input k.
 
     Attributes:
-        bits: 4 or 8.
+        bits: 4 or 8; 2 where weights are −1, 0 or 1 times a scale.
         code_NK: (N, K) uint8, from 0 to 2^bits − 1.
         zero_NG: (N, G) uint8.
         scale_NG: (N, G) floating, as it was stored.

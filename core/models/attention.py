@@ -30,8 +30,8 @@ class Attend(Protocol):
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan) and rotation
-    around an `Attend`."""
+    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan), rotation around
+    an `Attend`, and an optional norm before the last projection (BitNet)."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -46,6 +46,8 @@ class Attention(nn.Module):
             whole = config.qk_norm_over == "all"
             self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
+        inner_norm = RMSNorm(heads * config.head_dim, config.rms_norm_eps) if config.inner_norms else None
+        self.attn_sub_norm = inner_norm
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.qk_norm = config.qk_norm
         self.whole_norm = config.qk_norm_over == "all"
@@ -69,7 +71,8 @@ class Attention(nn.Module):
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.norm_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(self.layer, q, k, v, self.sinks).flatten(-2))
+        attended = attend(self.layer, q, k, v, self.sinks).flatten(-2)
+        return self.o_proj(attended if self.attn_sub_norm is None else self.attn_sub_norm(attended))
 
 
 def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> Attend:

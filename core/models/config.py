@@ -83,10 +83,14 @@ class DecoderConfig(Config):
         description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
         "them alone (OLMo 2); what comes after is applied to what is added to the residual.",
     )
+    inner_norms: Flag = Field(
+        default=False,
+        description="Whether attention and MLP have an RMSNorm of what their last matrix reads (BitNet).",
+    )
     activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"] = Field(
         default="silu",
-        description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma). Without a gate also gelu, "
-        "relu, relu2, the square of what is positive, and xielu, which has two learned numbers a layer (Apertus).",
+        description="Of the MLP's gate; gelu_tanh is GELU by its tanh formula (Gemma), relu2 the square of what is "
+        "positive (BitNet). Without a gate also gelu, relu, and xielu, with two learned numbers a layer (Apertus).",
     )
     mlp_gated: Flag = Field(
         default=True,
@@ -260,7 +264,7 @@ class DecoderConfig(Config):
             raise ValueError("qk_norm_over='all' needs qk_norm, and does not go with qk_norm_rotated")
         if self.qk_norm_rotated and not self.qk_norm:
             raise ValueError("qk_norm_rotated needs qk_norm")
-        if self.mlp_gated and self.activation not in ("silu", "gelu_tanh"):
+        if self.mlp_gated and self.activation not in ("silu", "gelu_tanh", "relu2"):
             raise ValueError(f"activation={self.activation!r} is of an MLP without a gate: set mlp_gated=false")
         if self.parallel and self.norms != "before":
             raise ValueError(f"parallel layers have their norms before them, not norms={self.norms!r}")
@@ -275,6 +279,7 @@ class DecoderConfig(Config):
             "qk_norm_over",
             "qk_norm_rotated",
             "norms",
+            "inner_norms",
             "activation",
             "mlp_gated",
             "parallel",

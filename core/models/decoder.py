@@ -41,8 +41,9 @@ class DecoderLayer(nn.Module):
         if config.moe is not None and config.is_moe(layer):
             self.mlp = MoE(config.hidden_size, config.moe)
         else:
-            sizes = config.hidden_size, config.ffn_size(layer)
-            self.mlp = MLP(*sizes, config.mlp_bias, config.mlp_hadamard, config.activation, config.mlp_gated)
+            hidden, inner, eps = config.hidden_size, config.ffn_size(layer), config.rms_norm_eps
+            how = config.mlp_bias, config.mlp_hadamard, config.activation, config.mlp_gated
+            self.mlp = MLP(hidden, inner, *how, RMSNorm(inner, eps) if config.inner_norms else None)
 
         def norm(there: bool) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config.rms_norm_eps) if there else None

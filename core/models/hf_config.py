@@ -77,6 +77,7 @@ FOLDED = {
     "gpt_oss": "GptOssForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
     "apertus": "ApertusForCausalLM",
+    "bitnet": "BitNetForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
     "gptj": "GPTJForCausalLM",

@@ -9,13 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from penjing.core.models.norm import RMSNorm
 from penjing.kernels.activation import XIELU_LINEAR, Activation, activate, xielu
 from penjing.kernels.geglu import geglu
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.swiglu import clamped_swiglu, swiglu
 
 Gate = Activation | Literal["clamped_swiglu"]
-_GATED = {"silu": swiglu, "gelu_tanh": geglu, "clamped_swiglu": clamped_swiglu}
+
+
+def _squared(gate: Tensor, up: Tensor) -> Tensor:
+    return activate(gate, "relu2") * up
+
+
+_GATED = {"silu": swiglu, "gelu_tanh": geglu, "relu2": _squared, "clamped_swiglu": clamped_swiglu}
 
 
 class XIELU(nn.Module):
@@ -40,7 +47,8 @@ class XIELU(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) × up(x)), without `gated` down(act(gate(x))): (…, hidden) → (…, hidden).
+    """down(act(gate(x)) × up(x)), without `gated` down(act(gate(x))), with a norm before `down` if there is one:
+    (…, hidden) → (…, hidden).
 
     Args:
         hadamard: block of the transform of what `down` reads, which its weight undoes (`kernels.hadamard`); 0: none.
@@ -55,6 +63,7 @@ class MLP(nn.Module):
         hadamard: int = 0,
         activation: Gate = "silu",
         gated: bool = True,
+        inner_norm: RMSNorm | None = None,
     ):
         super().__init__()
         self.hadamard, self.gated = hadamard, gated
@@ -64,6 +73,7 @@ class MLP(nn.Module):
             self.up_proj = nn.Linear(hidden, inner, bias=bias)
         if activation == "xielu":
             self.act_fn = XIELU()
+        self.ffn_sub_norm = inner_norm
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,4 +84,6 @@ class MLP(nn.Module):
         else:
             assert self.activation != "clamped_swiglu", "it is of a gate"
             inner = activate(self.gate_proj(x), self.activation)
+        if self.ffn_sub_norm is not None:
+            inner = self.ffn_sub_norm(inner)
         return self.down_proj(hadamard(inner, self.hadamard).to(inner.dtype) if self.hadamard else inner)

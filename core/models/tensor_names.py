@@ -104,6 +104,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     )
     if config.attention_sinks:
         shapes["self_attn.sinks"] = (heads,)
+    if config.inner_norms:
+        shapes["self_attn.attn_sub_norm.weight"] = (query,)
     if config.qk_norm:
         whole = config.qk_norm_over == "all"
         sizes = {"q": query if whole else head_dim, "k": key if whole else head_dim}
@@ -115,10 +117,10 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
     hidden = config.hidden_size
     if config.moe is None or not config.is_moe(layer):
         dense = _gated("mlp", hidden, config.ffn_size(layer), config.mlp_bias)
-        curve = {f"mlp.act_fn.{name}": (1,) for name in ("alpha_p", "alpha_n")}
-        return {name: shape for name, shape in dense.items() if config.mlp_gated or "up_proj" not in name} | (
-            curve if config.activation == "xielu" else {}
-        )
+        curve = {f"mlp.act_fn.{name}": (1,) for name in ("alpha_p", "alpha_n")} if config.activation == "xielu" else {}
+        norm = {"mlp.ffn_sub_norm.weight": (config.ffn_size(layer),)} if config.inner_norms else {}
+        parts = {name: shape for name, shape in dense.items() if config.mlp_gated or "up_proj" not in name}
+        return parts | curve | norm
     moe = config.moe
     shapes = _linear("mlp.gate", moe.num_experts, hidden, moe.biases)
     if moe.router_bias:

@@ -177,6 +177,7 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
         q_norm=attention.q_norm.weight if attention.qk_norm else None,
         k_norm=attention.k_norm.weight if attention.qk_norm else None,
         window=config.layer_window(index),
+        attended_norm=_norm(attention.attn_sub_norm),
         sinks=attention.sinks,
     )
 
@@ -189,6 +190,7 @@ def _mlp(mlp: MLP) -> dict[str, Any]:
         "activation": mlp.activation,
         "curve": mlp.act_fn.curve if mlp.activation == "xielu" else (0.0, 0.0),
         "hadamard": mlp.hadamard,
+        "inner_norm": _norm(mlp.ffn_sub_norm),
     }
 
 

@@ -21,7 +21,7 @@ struct PjLinear {
     int32_t dtype;        // PjDtype
     int32_t width;        // INT8, INT4: columns of a panel, a multiple of 16, at most 64
     int32_t swiglu;       // INT8, INT4: gate and up columns alternate in groups of 16; the output is silu(gate) × up;
-                          // 2: gelu by its tanh formula in place of silu
+                          // 2: gelu by its tanh formula in place of silu; 3: the square of what is positive
     int32_t group;        // INT4: inputs of a group, a multiple of 32 that divides k; INT8: the same, at most 256, of
                           // weights that are stored as step × 4 bits + offset (pack_stepped.cpp); 0: as bytes
     int32_t scale_dtype;  // INT4: PjDtype of the groups' scales, one of the floats
@@ -68,6 +68,8 @@ struct PjLayer {
     const float* down_norm;    // (hidden) or null: of what the MLP adds
     const float* q_norm;       // (head_dim), with whole_norm (heads × head_dim), or null
     const float* k_norm;
+    const float* attended_norm;  // (heads × head_dim) or null: of what `out` reads
+    const float* inner_norm;   // (k of down) or null: of what `down` reads, before its transform
     const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
     const PjExperts* experts;  // or null; with experts, gate_up and down are those of the first one
     int64_t window;            // keys a query sees, itself included; 0: all
@@ -75,7 +77,7 @@ struct PjLayer {
     float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2
-    int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula; without `gated` also 2 gelu, 3 relu²,
+    int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula, 3 relu²; without `gated` also 2 gelu,
                                // 4 relu, 5 xIELU; of experts' gates also 6, see clamped_row
     int32_t whole_norm;        // q_norm and k_norm span all heads
     int32_t rotary;            // which of the tables of cos and sin

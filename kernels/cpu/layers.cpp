@@ -145,11 +145,16 @@ void Layers::project(const Team& team, int64_t index, float* hidden, const float
                       int64_t count, const Buffers& b, const PjLinear& after) const {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const int64_t width = model_.hidden, heads = q_size();
-    each_row(team, count, layer.out, [&](int64_t i) { enter(layer.out, b.rows, i, attended + i * heads); });
+    const float* norm = layer.attended_norm;
+    const float* read = norm ? b.rows.x : attended;
+    each_row(team, count, layer.out, [&](int64_t i) {
+        if (norm) step_.ops->rms_norm_row(attended + i * heads, norm, heads, model_.eps, b.rows.x + i * heads);
+        enter(layer.out, b.rows, i, read + i * heads);
+    });
     const bool after_norm = layer.out_norm != nullptr;
     float* made = after_norm ? b.made : hidden;
     apply_linear(*step_.ops, layer.out, b.rows, count, team.member, team.members, made, width, !after_norm);
-    adapt(team, index, who, count, attended, heads, b.low, {{PROJ_OUT, made, width, 16}});
+    adapt(team, index, who, count, read, heads, b.low, {{PROJ_OUT, made, width, 16}});
     sync(team, after);
     if (after_norm) add_normed(team, layer.out_norm, made, count, hidden, after);
 }
@@ -181,7 +186,9 @@ void Layers::mlp(const Team& team, int64_t index, float* hidden, const int32_t* 
     if (pair) adapt(team, index, who, count, b.rows.x, width, b.low, {gate, up});
     else adapt(team, index, who, count, b.rows.x, width, b.low, {gate});
     sync(team, layer.down);
-    const auto product = layer.activation ? step_.ops->geglu_row : step_.ops->swiglu_row;
+    const auto product = layer.activation == SQUARED ? step_.ops->relu2_glu_row
+                         : layer.activation          ? step_.ops->geglu_row
+                                                     : step_.ops->swiglu_row;
     each_row(team, count, layer.down, [&](int64_t i) {
         const float* act = b.act + i * stride;
         if (!pair || !whole || opened) {
@@ -189,6 +196,11 @@ void Layers::mlp(const Team& team, int64_t index, float* hidden, const int32_t* 
             if (!pair) step_.ops->activate_row(act, layer.activation, layer.curve, inner, to);
             else if (opened) open_gated_row(product, act, inner, to);
             else product(act, act + inner, inner, to);
+            act = to;
+        }
+        if (layer.inner_norm) {  // adapters read what it gives
+            float* to = (step_.rank > 0 ? b.gated : b.rows.x) + i * inner;
+            step_.ops->rms_norm_row(act, layer.inner_norm, inner, model_.eps, to);
             act = to;
         }
         if (layer.hadamard > 0) {

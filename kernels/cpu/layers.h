@@ -29,7 +29,7 @@ struct StepRows {
     float* qkv;     // (rows, qkv_size) queries, keys and values
 };
 
-constexpr int32_t CLAMPED = 6;  // PjLayer's activation
+constexpr int32_t SQUARED = 3, CLAMPED = 6;  // PjLayer's activation
 
 // Working memory of experts: copies of rows, one for each expert that a row goes to.
 struct ExpertRows {

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 29
+ABI_VERSION = 30
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -81,6 +81,8 @@ class Layer(ctypes.Structure):
         ("down_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("attended_norm", c_void_p),
+        ("inner_norm", c_void_p),
         ("sinks", c_void_p),
         ("experts", POINTER(Experts)),
         ("window", c_int64),

@@ -160,6 +160,7 @@ struct Ops {
     void (*clamped_row)(const float* gate, const float* up, int64_t n, float* out);
     void (*swiglu_row)(const float* gate, const float* up, int64_t n, float* out);
     void (*geglu_row)(const float* gate, const float* up, int64_t n, float* out);
+    void (*relu2_glu_row)(const float* gate, const float* up, int64_t n, float* out);
     // The activation of a PjLayer without a gate's product; out may be x.
     void (*activate_row)(const float* x, int32_t kind, const float* curve, int64_t n, float* out);
     void (*soft_cap_row)(float* x, float cap, int64_t n);

@@ -41,12 +41,13 @@ template <class Value>
 inline void finish_row(const PjLinear& linear, int64_t first, int columns, float* out, bool add, Value value) {
     const int64_t n = linear.n;
     if (linear.swiglu) {
-        const bool gelu = linear.swiglu == 2;
+        const int32_t kind = linear.swiglu;
         for (int column = 0; column < columns; column += 32) {
             for (int lane = 0; lane < 16; lane += W) {
                 const int64_t to = (first + column) / 2 + lane;
                 const V gate = value(column + lane), up = value(column + lane + 16);
-                put(out + to, gelu ? v_gelu_mul(gate, up) : v_silu_mul(gate, up), n - to, add);
+                const V made = kind == 1 ? v_silu_mul(gate, up) : kind == 2 ? v_gelu_mul(gate, up) : v_relu2_mul(gate, up);
+                put(out + to, made, n - to, add);
             }
         }
         return;

@@ -242,6 +242,13 @@ inline void geglu_row(const float* gate, const float* up, int64_t n, float* out)
     }
 }
 
+inline void relu2_glu_row(const float* gate, const float* up, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; i += W) {
+        const int count = n - i < W ? static_cast<int>(n - i) : W;
+        v_store_n(out + i, v_relu2_mul(v_load_n(gate + i, count), v_load_n(up + i, count)), count);
+    }
+}
+
 // `kind` and `curve`: PjLayer's.
 inline void activate_row(const float* x, int32_t kind, const float* curve, int64_t n, float* out) {
     const V one = v_set(1.0f);

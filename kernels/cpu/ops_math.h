@@ -30,6 +30,12 @@ inline V v_gelu_mul(V gate, V up) {
     return v_mul(v_div(gate, v_add(v_set(1.0f), exponential)), up);
 }
 
+// The square of what is positive of the gate, × up; NaN stays.
+inline V v_relu2_mul(V gate, V up) {
+    const V positive = v_max(v_zero(), gate);
+    return v_mul(v_mul(positive, positive), up);
+}
+
 // gelu(x) = x Φ(x): Φ(−|x|) is half of erfc(|x| / √2), to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
 inline V v_gelu(V x) {
     const V size = v_min(v_max(x, v_sub(v_zero(), x)), v_set(3.40282347e38f));  // infinity × 0 would be no number

@@ -229,6 +229,7 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
     if model.qk_norm_over == "all":
         raise ConfigError(f"parallel.tp={tp}: model.qk_norm_over='all' spans the heads that it splits; use zero = 3")
     names = (
+        "inner_norms",
         "mlp_gated",
         "parallel",
         "head_bias",

@@ -96,6 +96,8 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
     hidden, moe = model.hidden_size, model.moe if model.is_moe(index) else None
     attention, queries, key_values, values = _attention(model)
     dense = attention + (4 if model.norms == "around" else 2) * hidden
+    if model.inner_norms:
+        dense += model.num_attention_heads * model.head_dim + model.ffn_size(index)
     experts = active = 0
     if moe is None:
         inner = model.ffn_size(index)

@@ -43,7 +43,7 @@ STILL: dict[str, Any] = {"model_type": "penjing", "layer_rotary": ("main", "none
 NEOX = CONFIGS["neox"]
 GEMMA2: dict[str, Any] = GEMMA | {"qk_norm": False, "layer_rotary": None, "attention_cap": 3.0, "logit_cap": 5.0}
 CASES = {"gemma": GEMMA, "olmo": OLMO, "still": STILL, "neox": NEOX, "gemma2": GEMMA2}
-CASES |= {name: CONFIGS[name] for name in ("opt", "apertus", "sinks")}
+CASES |= {name: CONFIGS[name] for name in ("opt", "apertus", "sinks", "bitnet")}
 UNROTATED = "steps.0.transform.rotate=false"
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.embedding_dtype=int8", UNROTATED]
 
@@ -120,6 +120,10 @@ def test_what_does_not_take_it_says_so(
     recipe = write_recipe(tmp_path, make_tiny_checkpoint(**GEMMA), tmp_path / "out")
     with pytest.raises(ConfigError, match=r"norms='around'.*set rotate = false"):
         run_recipe(recipe, ["steps.0.transform.rotate=true"])
+    inner = write_recipe(tmp_path, make_tiny_checkpoint(**CONFIGS["bitnet"]), tmp_path / "inner")
+    with pytest.raises(ConfigError, match=r"before their last matrix \(inner_norms\).*set rotate = false"):
+        run_recipe(inner, ["steps.0.transform.rotate=true"])
+    recipe = write_recipe(tmp_path, make_tiny_checkpoint(**GEMMA), tmp_path / "out")
     out = run_recipe(recipe, [UNROTATED])
     for form in ("onnx", "gguf"):
         assert _run(["export", str(out), str(tmp_path / "refused"), "--to", form]) == 3

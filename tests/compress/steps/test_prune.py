@@ -86,8 +86,9 @@ def test_a_pruned_decoder_is_the_masked_one(tmp_path: Path, parts: tuple[str, ..
         {"norms": "after", "qk_norm": True, "qk_norm_over": "all", "rms_norm_eps": 1e-9},
         {"mlp_gated": False, "activation": "relu", "learned_positions": True, "layer_rotary": ["none"] * 3},
         {"mlp_gated": False, "activation": "xielu", "qk_norm": True},
+        {"inner_norms": True, "activation": "relu2", "rms_norm_eps": 1e-9},
     ],
-    ids=["caps", "parallel", "norms-over-heads", "positions", "xielu"],
+    ids=["caps", "parallel", "norms-over-heads", "positions", "xielu", "inner-norms"],
 )
 def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: dict[str, Any]) -> None:
     """A soft cap changes each score by itself, so that heads leave as they do without one."""

@@ -266,6 +266,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "apertus": ("apertus", {}, "penjing"),
     "apertus_bias": ("apertus", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}, "penjing"),
+    "bitnet": ("bitnet", {"hidden_act": "relu2"}, "penjing"),
+    "bitnet_tied": ("bitnet", {"tie_word_embeddings": True, "attention_bias": True}, "penjing"),
     "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
     "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
 }

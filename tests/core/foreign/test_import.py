@@ -207,7 +207,7 @@ def test_a_damaged_folder_is_one_clear_error(tiny_checkpoint: Path, tmp_path: Pa
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic gives layers other bits"),
         (GPTQ | {"desc_act": "yes"}, "desc_act is 'yes'"),
-        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; penjing reads awq, gptq, compressed"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; penjing reads awq, gptq, bitnet"),
         ({"quant_method": ["awq"]}, r"quant_method is \['awq'\]"),
         (compressed("float-quantized"), "format is 'float-quantized'; penjing reads pack-quantized"),
         (compressed(num_bits=2), "num_bits is 2; penjing reads 4 and 8"),

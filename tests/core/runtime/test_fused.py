@@ -82,6 +82,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "learned_positions": True,
         "layer_rotary": ("none", "none"),
     },
+    "bitnet": {"model_type": "penjing", "inner_norms": True, "activation": "relu2", "attention_output_bias": True},
+    "sub-norms": {
+        "model_type": "penjing",
+        "inner_norms": True,
+        "mlp_hadamard": 16,
+        "mlp_gated": False,
+        "activation": "gelu",
+    },
     "sinks": {
         "model_type": "penjing",
         "attention_sinks": True,

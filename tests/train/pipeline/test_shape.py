@@ -35,6 +35,7 @@ VARIANTS = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True, "qk_norm": True},
+    "inner norms": {"model_type": "penjing", "inner_norms": True, "head_dim": 6},
     "experts": {"model_type": "penjing", "moe": MOE | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}},
     "gates": {
         "model_type": "penjing",
