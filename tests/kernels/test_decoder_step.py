@@ -26,6 +26,11 @@ STYLES: dict[str, dict[str, Any]] = {
     "opt": {"up": None, "activation": "relu"},
     "apertus": {"up": None, "activation": "xielu", "curve": (0.7, 1.2)},
     "gemma2": {"activation": "gelu_tanh", "out_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)},
+    "bitnet": {
+        "activation": "relu2",
+        "attended_norm": torch.linspace(0.5, 1.5, HEADS * HEAD_DIM),
+        "inner_norm": torch.linspace(1.5, 0.5, INNER),
+    },
     "mixtral": {},
     "gpt_oss": {"activation": "clamped_swiglu", "sinks": torch.linspace(-1, 1, HEADS)},
 }
