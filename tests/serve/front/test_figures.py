@@ -120,7 +120,7 @@ def model_figures() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(b'# TYPE penjing:max_model_len gauge\npenjing:max_model_len{model="m"} 4096\nnv_cpu 0.5\n')
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Figures) as server:
