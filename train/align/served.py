@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from penjing.core.errors import ConfigError, InputError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.remote.late import LATE_S, say, told_if_late
 from penjing.serve.client.client import Client
 from penjing.serve.client.protocol import OF_WEIGHTS
 from penjing.train.align.prompts import Sampled
@@ -39,7 +41,8 @@ def check_servers(servers: Sequence[str], config: DecoderConfig) -> None:
         PenjingError: one does not answer, or takes no weights, or others.
     """
     for server in servers:
-        with _named(server, _SERVED), Client(server, timeout=SECONDS, retries=1) as client:
+        late = told_if_late(f"data.servers: {server} has not answered for {LATE_S:g} s; it is waited for")
+        with late, _named(server, _SERVED), Client(server, timeout=SECONDS, retries=1) as client:
             client.check_weights({name: tuple(shape) for name, shape in _shapes(config).items()})
 
 
@@ -51,6 +54,11 @@ def _named(server: str, served: str = f"{_SERVED}; go on with --resume auto when
         where = "" if server in str(error) else f"{server}: "
         hint = f"; {served}" if isinstance(error, UnavailableError) else ""
         raise type(error)(f"data.servers: {where}{error}{hint}") from None
+
+
+def _told(server: str, error: PenjingError) -> None:
+    if isinstance(error, UnavailableError):
+        say(f"data.servers: {server} does not answer, and is asked again for nearly half a minute")
 
 
 def _shapes(config: DecoderConfig) -> dict[str, torch.Size]:
@@ -84,7 +92,9 @@ class ServerSampler:
         self._model, self._scale = model, scale
         self._weights = {name: torch.empty(shape) for name, shape in _shapes(config).items()}
         mine = servers[world.rank :: world.size]
-        self._clients = [Client(server, timeout=SECONDS, retries=RETRIES) for server in mine]
+        self._clients = [
+            Client(server, timeout=SECONDS, retries=RETRIES, retrying=partial(_told, server)) for server in mine
+        ]
         self._digests: dict[str, str] = {}  # by server
 
     @torch.no_grad()
