@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penjing.core.errors import ConfigError, InputError, PenjingError, RequestError, ServerError, UnavailableError
+from penjing.core.errors import InputError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.remote.late import LATE_S, say, told_if_late
@@ -77,17 +77,13 @@ class ServerSampler:
         scale: of the adapters' products; None: there are none.
 
     Raises:
-        ConfigError: there are fewer servers than processes, or one is not written as host:port.
+        ConfigError: one is not written as host:port.
     """
 
     def __init__(
         self, model: nn.Module, config: DecoderConfig, servers: Sequence[str], world: World, scale: float | None
     ) -> None:
-        if len(servers) < world.size:
-            raise ConfigError(
-                f"data.servers names {len(servers)}, and {world.size} processes sample at once; name one for each at "
-                "least"
-            )
+        assert len(servers) >= world.size, "check_recipe refuses others"
         self.busy = threading.Lock()
         self._model, self._scale = model, scale
         self._weights = {name: torch.empty(shape) for name, shape in _shapes(config).items()}
