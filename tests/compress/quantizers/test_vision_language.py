@@ -88,6 +88,14 @@ def test_rows_behind_those_that_are_wanted_are_not_read(folder: Path, tmp_path: 
         assert "data.template" not in str(caught.value)
 
 
+@pytest.mark.parametrize("form", ["onnx", "gguf", "compressed-tensors"])
+def test_floats_are_told_how_they_are_exported(folder: Path, tmp_path: Path, form: Any) -> None:
+    """In INT8 its decoder is written as these."""
+    with pytest.raises(InputError, match="is not an artifact; 'penjing compress' makes one from a checkpoint"):
+        export_artifact(folder, form, tmp_path / "out", force=False, progress=Silent())
+    assert not (tmp_path / "out").exists()
+
+
 CHANGES = {"smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}
 
 
