@@ -39,6 +39,9 @@ def test_the_servers_figures_come_through_the_front(front: Fronted) -> None:
     assert len(families) == answer.body.count(b"# TYPE ")
     assert {f"penjing:front_{name}" for name in (*usage.HISTOGRAMS, *usage.COUNTERS, usage.RUNNING)} <= set(families)
     assert all(line[0] == "#" or line.rsplit(" ", 1)[1] for line in lines)
+    assert {sample.value for sample in families["penjing:model_up"].samples} == {1}
+    (longest,) = families["penjing:max_model_len"].samples
+    assert [model["max_model_len"] for model in front.ask("/v1/models").json["data"]] == [longest.value]
     assert front.ask("/metrics", {"a": 1}).status == 405
 
 
