@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from penjing.core.checkpoint.classifier_config import ClassifierConfig
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.family import family_of
+from penjing.core.family import FAMILIES, family_of, table_of
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
 from penjing.core.vision.embedder import Embedder
@@ -80,6 +80,18 @@ class TextEncoder:
         return self._embed([texts] if isinstance(texts, str) else list(texts))
 
 
+@dataclass(frozen=True)
+class Opener:
+    """What `load` does with a family that another package brings: `FAMILY` of that package's module `load`.
+
+    Attributes:
+        open: a folder, and the device where its network shall run → the network, ready to be called. It checks hashes,
+            and refuses a device where it does not run with a `ConfigError`.
+    """
+
+    open: Callable[[Path, str], Any]
+
+
 Loaded: TypeAlias = LoadedModel | ImageClassifier | TextEncoder | Embedder | Network | QuantizedNetwork
 
 
@@ -91,7 +103,8 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
 
     Returns:
         A decoder as `LoadedModel`, whose `model(token_ids)` gives logits; `ImageClassifier`; `TextEncoder`; of two
-        towers `Embedder`; of a graph `Network`, or `QuantizedNetwork` where it is an artifact.
+        towers `Embedder`; of a graph `Network`, or `QuantizedNetwork` where it is an artifact. Of a family that another
+        package brings, what that package makes of it.
 
     Raises:
         ConfigError: a device that the network's family does not run on here.
@@ -101,6 +114,8 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
     name = family_of(path)
     if name == "decoder":
         return load_model(path, device)
+    if name not in FAMILIES:
+        return table_of("load", name).open(path, device)
     if name not in _OPEN:
         known = ", ".join(["decoder", *_OPEN])
         raise InputError(f"{path} holds a network of the family {name!r}; penjing.load knows {known}")

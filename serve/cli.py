@@ -124,7 +124,7 @@ def serve(
         typer.Option(
             "--share",
             metavar="NAME:VERSION=SHARE",
-            help="Of the requests for NAME, 0 to 1; the first version without a share gets the rest.",
+            help="Of the requests for NAME to --openai, 0 to 1; the first version without a share gets the rest.",
         ),
     ] = None,
     adapters: Annotated[
@@ -159,7 +159,7 @@ def serve(
     `Client().classify(images)`, of any other network `Client().infer({"x": array})`.
     """
     from penjing.core.family import check_folder
-    from penjing.serve.fleet.names import adapter_settings, are_named, read_names
+    from penjing.serve.fleet.names import UNSHARED, adapter_settings, are_named, read_names
 
     named = read_names(models, shares or []) if are_named(models) else []
     for folder in [model.folder for model in named] or [Path(models[0])]:
@@ -184,6 +184,8 @@ def serve(
     chosen = [f"{name}={value}" for name, (value, default) in flags.items() if value != default]
     settings = [*(overrides or []), *adapter_settings(adapters or [], named=bool(named))]
     if named:
+        if shares and front is None:
+            raise ConfigError(f"--share {UNSHARED}")
         return serve_fleet(make_plan(named, config, settings, chosen, kv_cache_bytes), detach=detach)
     if shares or kv_cache_bytes:
         raise ConfigError("--share and --kv-cache-bytes are of several models, each with a name: llm:1=build/a")

@@ -11,6 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from penjing.compress.decoder.head import unties
+from penjing.compress.decoder.layer import SAMPLE_ROWS
+from penjing.compress.decoder.parts import is_routed, same_input
 from penjing.compress.decoder.settings import Int8Settings, Transform
 from penjing.core.artifact.transform import INPUTS
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
@@ -24,6 +26,7 @@ from penjing.core.progress import Progress
 from penjing.kernels.hadamard import MAX_BLOCK
 
 FLOATING = ("F32", "F16", "BF16", "F64")
+_LAYERS = "model.layers."
 DERIVED = ("rotary_emb.inv_freq",)  # older checkpoints store what config.json determines
 
 
@@ -244,10 +247,39 @@ def int8_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens
         head = table * half if settings.keeps("lm_head") else table + 4 * config.vocab_size
     artifact = layers + head + table * half + (4 * config.vocab_size if int8_table else 0)
     calibration = 4 * calibration_tokens * config.hidden_size
-    largest_layer = max(
-        sum(4 * count for name, count in numbers.items() if name.startswith(f"model.layers.{layer}."))
-        for layer in (0, config.num_hidden_layers - 1)  # the first layers of some have no experts
-    )
-    # Two FP32 copies of a layer, or one table and its float64 blocks, or the artifact while its parity is measured.
-    memory = calibration + max(3 * largest_layer, 6 * table, 2 * artifact)
+    # A layer, or one table and its float64 blocks, or the artifact while its parity is measured.
+    memory = calibration + max(layer_needs(settings, config, calibration_tokens), 6 * table, 2 * artifact)
     return Needed(memory, artifact, artifact + 2 * calibration)
+
+
+def layer_needs(settings: Int8Settings, config: DecoderConfig, calibration_tokens: int) -> int:
+    """Bytes of memory that the layer takes which needs most, beside the hidden states of the text; from shapes alone.
+
+    Smoothing holds copies of its weights and of the activations that are kept, most of one group's. Compensated
+    rounding of the weights that read K inputs has four tables of K × K at once (`compensate.error_spread`: the squares,
+    their factor, its inverse, and the factor of that), and one more that stays for each further format. Deciding
+    integers again (`descent.descend`) has three, and of the weights about as much as the fourth.
+    """
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in tensor_shapes(config).items():
+        if name.startswith(_LAYERS):
+            layer, _, inside = name.removeprefix(_LAYERS).partition(".")
+            layers.setdefault(layer, {})[inside] = shape
+    rows, needs = min(calibration_tokens, SAMPLE_ROWS), 0
+    for layer, shapes in layers.items():
+        samples = largest = squares = 0
+        for group, linears in same_input(shapes).items():
+            inputs = shapes[f"{group}.weight"][1]
+            share = 1.0
+            if config.moe is not None and is_routed(group):
+                share = config.moe.num_experts_per_tok / config.moe.num_experts
+            kept = int(4 * share * rows * inputs)
+            samples, largest = samples + kept, max(largest, kept)
+            modules = [f"{_LAYERS}{layer}.{linear}" for linear in linears]
+            formats = {settings.bits(module) for module in modules if not settings.keeps(module)}
+            if formats and settings.rounding == "compensated":
+                squares = max(squares, 4 * (3 + len(formats)) * inputs**2)
+        floats = sum(4 * math.prod(shape) for shape in shapes.values())
+        smoothing = 3 * floats + 2 * samples + 4 * largest
+        needs = max(needs, smoothing, 2 * floats + 2 * samples + largest + squares)
+    return needs

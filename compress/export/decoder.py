@@ -74,9 +74,10 @@ def _check_four_bits(folder: Path, form: Form, quantization: dict[str, Any] | No
             f'{WEIGHTS_ONLY} if they were made with offsets="whole", or compress with offsets=false'
         )
     if form == "onnx" and quantization is not None and quantization.get("format") != INT8_FORMAT:
+        forms = "compressed-tensors" if has_steps(quantization) else f"compressed-tensors, {WEIGHTS_ONLY}"
         raise InputError(
-            f"{folder} has 4-bit weights, which are not written as onnx: export --to compressed-tensors, "
-            f"{WEIGHTS_ONLY} or gguf, or compress with weights_bits=8"
+            f"{folder} has 4-bit weights, which are not written as onnx: export --to {forms} or gguf, or compress with "
+            "weights_bits=8"
         )
 
 

@@ -58,6 +58,5 @@ FAMILY = replace(
     pruner=Pruner(parts=("ffn", "heads", "hidden", "layers", *EYES), open=SeeingSubject, depth=_depth),
     training=TRAINING,
     quantizer=Quantizer(quantizer.SightQuantize, quantizer.check, quantizer.quantize, _needs),
-    exporter=None,
     sees=True,
 )

@@ -48,7 +48,7 @@ def read_rows(
     assert token is not None
     context = config.decoder.max_position_embeddings
     writer = SightTokens(
-        ChatTokens.from_folder(folder, None, "assistant"),
+        ChatTokens.from_folder(folder, setting=None),
         token,
         config.rows,
         partial(picture_of, config, formats=FORMATS),

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from penjing.core.errors import InputError, PenjingError, SetupError, first_line
+from penjing.core.remote import late
 
 T = TypeVar("T")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
@@ -219,6 +220,13 @@ def _plain(value: object) -> object:
 
 def _asked(address: str, ask: Callable[[], T]) -> T:
     """What `ask` gives; asked again, with growing pauses, while the connection fails."""
+    where = "/".join(address.split("/")[:3])
+    text = f"{where} has not answered for {late.LATE_S:g} s; it is waited for, and asked up to {_TRIES} times"
+    with late.told_if_late(text):
+        return _asked_again(address, ask)
+
+
+def _asked_again(address: str, ask: Callable[[], T]) -> T:
     wait = _FIRST_WAIT_S
     for last in (*[False] * (_TRIES - 1), True):
         try:

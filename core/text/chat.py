@@ -13,6 +13,8 @@ from penjing.core.manifest import read_json_object
 from penjing.core.text.chat_sandbox import TemplateRaisedError, TemplateRefusedError, compile_template, render
 
 MAX_TEMPLATE_CHARS = 1_000_000
+TEMPLATE_FILE = "chat_template.jinja"
+"""Beside the tokenizer."""
 _IMAGE = {"type": "image"}
 _PROBE = "wherever"  # a word that no template writes by itself
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -53,7 +55,7 @@ class ChatTemplate:
         Raises:
             InputError: a malformed file or template.
         """
-        config_path, template_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config_path, template_path = folder / "tokenizer_config.json", folder / TEMPLATE_FILE
         config = read_json_object(config_path) if config_path.exists() else {}
         special = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS}
         special = {name: text for name, text in special.items() if text is not None}

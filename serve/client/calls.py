@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penjing.core.errors import ConfigError, RequestError
+from penjing.core.errors import ConfigError, PenjingError, RequestError
 from penjing.serve.client.errors import CallFailedError, call_failed
 from penjing.serve.client.protocol import CLASSIFIER, DECODER, ENCODER, GRAPH, TOWERS
 from penjing.serve.client.wire_tensors import (
@@ -35,7 +35,14 @@ FIRST_DELAY, MAX_DELAY = 0.25, 5.0
 class CallSettings:
     """What both clients share: where to ask, and when to ask again."""
 
-    def __init__(self, server: str, model: str | None, timeout: float | None, retries: int) -> None:
+    def __init__(
+        self,
+        server: str,
+        model: str | None,
+        timeout: float | None,
+        retries: int,
+        retrying: Callable[[PenjingError], None] | None = None,
+    ) -> None:
         host, colon, port = server.rpartition(":")
         if not colon or not host or "/" in host or not port.isdigit():
             raise ConfigError(f"server {server!r} must be host:port, such as localhost:8001")
@@ -43,6 +50,7 @@ class CallSettings:
         self.model = model
         self.timeout = timeout
         self.retries = retries
+        self.retrying = retrying
 
     def request(
         self,
@@ -104,6 +112,8 @@ class CallSettings:
         if failure.transient and not chunks and attempt < self.retries:
             delay = min(FIRST_DELAY * 2**attempt, MAX_DELAY) * random.uniform(0.75, 1.25)
             if deadline is None or time.monotonic() + delay < deadline:
+                if self.retrying is not None:
+                    self.retrying(failure.error)
                 return delay
         raise failure.error
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penjing.core.errors import ServerError
+from penjing.core.errors import PenjingError, ServerError
 from penjing.serve.client import calls
 from penjing.serve.client.calls import CallSettings, Messages, Prompt, remaining
 from penjing.serve.client.errors import CallFailedError, broken
@@ -55,6 +55,7 @@ class Client:
         timeout: seconds for a whole request, unless the call gives its own; None waits as long as it takes.
         retries: how often a request that found no server, or an overloaded one, is tried again. Once a token has come
             nothing is tried again.
+        retrying: is told of the error before a request is tried again.
 
     Errors of all calls:
         RequestError: the server refuses the request; names the field and the rule.
@@ -70,12 +71,13 @@ class Client:
         model: str | None = None,
         timeout: float | None = None,
         retries: int = 4,
+        retrying: Callable[[PenjingError], None] | None = None,
     ) -> None:
         import grpc
         from tritonclient.grpc import service_pb2_grpc
 
         self.server = server
-        self._settings = CallSettings(server, model, timeout, retries)
+        self._settings = CallSettings(server, model, timeout, retries, retrying)
         self._channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
         self._stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 

@@ -9,8 +9,8 @@ from pydantic_core import from_json
 
 from penjing.serve.dialects.writer import Said, Writer
 from penjing.serve.front.answers import Ask
-from penjing.serve.front.finite import finite
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.finite import finite
 
 Event = dict[str, Any]
 REASONS = {"stop": "end_turn", "length": "max_tokens"}

@@ -13,9 +13,9 @@ from penjing.serve.dialects.message_writer import MessageWriter, StopText
 from penjing.serve.dialects.writer import respond
 from penjing.serve.front.answers import Ask
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import read_body
 from penjing.serve.front.chat import chat_ask
 from penjing.serve.front.reading import Reading
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 

@@ -26,7 +26,7 @@ from penjing.serve.front.bodies import (
     sampling_parameter,
 )
 from penjing.serve.gate.errors import ApiError
-from penjing.serve.gate.fields import Part
+from penjing.serve.gate.fields import Part, Unused
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -150,7 +150,7 @@ class TextOptions(Part):
     """Of the answer's text."""
 
     format: TextFormat | None = Field(default=None, description="What it must look like.")
-    verbosity: None = Field(default=None, description="May be null only.")
+    verbosity: Literal["medium"] | None = Field(default=None, description="May be medium or null only.")
 
 
 class _OfFunction(Part):
@@ -181,7 +181,7 @@ class Reasoning(Part):
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="The same.")
 
 
-class ResponseBody(Sampling):
+class ResponseBody(Sampling, Unused):
     """Of `/v1/responses`. Nothing is kept of an answer: each request brings the whole conversation."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
@@ -212,9 +212,6 @@ class ResponseBody(Sampling):
     reasoning: Reasoning | None = Field(default=None, description="Of a model that thinks before it answers.")
     metadata: dict[str, str] | None = Field(default=None, description="The answer repeats it.")
     user: str | None = Field(default=None, description="Of several versions of a model, a user has always the same.")
-    service_tier: str | None = Field(default=None, description="Is not used.")
-    safety_identifier: str | None = Field(default=None, description="Is not used.")
-    prompt_cache_key: str | None = Field(default=None, description="Is not used.")
 
     @property
     def wants_logprobs(self) -> bool:

@@ -9,9 +9,9 @@ from penjing.serve.dialects.response_body import ResponseBody
 from penjing.serve.dialects.response_writer import ResponseWriter
 from penjing.serve.dialects.writer import respond
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import read_body
 from penjing.serve.front.chat import chat_ask
 from penjing.serve.front.reading import Reading
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.guard import Exchange
 
 

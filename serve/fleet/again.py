@@ -19,7 +19,8 @@ from penjing.serve.triton.adapter_list import ServedAdapters, read_list, said_pa
 def command_again(plan: FleetPlan) -> str:
     """A line for the shell. Ports behind the first model's follow anew, and a key-value cache is what it is now."""
     words = ["penjing", "serve", *(f"{model.id}={model.folder}" for model in plan.models)]
-    words += _shares(plan)
+    if plan.front is not None:
+        words += _shares(plan)
     for model in plan.models:
         words += _settings(model)
     first, usual = plan.models[0].config, ServeConfig()

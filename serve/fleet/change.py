@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -147,9 +146,3 @@ def found_fleet(port: int) -> FleetState:
             "or name its port with --grpc-port"
         )
     return found
-
-
-def running_fleet(port: int) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Process and models of that server; see `found_fleet`."""
-    found = found_fleet(port)
-    return found.pid, found.models

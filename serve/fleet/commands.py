@@ -8,9 +8,10 @@ from typing import Any
 
 from penjing.core.errors import ConfigError, SetupError
 from penjing.core.progress import print_table
-from penjing.serve.fleet.change import ask_for, found_fleet, running_fleet
-from penjing.serve.fleet.names import read_names
+from penjing.serve.fleet.change import ask_for, found_fleet
+from penjing.serve.fleet.names import UNSHARED, read_names
 from penjing.serve.fleet.plan import PORT_STEP, make_plan
+from penjing.serve.fleet.state import FleetState
 from penjing.serve.supervisor import state
 from penjing.serve.supervisor.process import ServeConfig, check_ports
 
@@ -32,23 +33,24 @@ def load_to_terminal(
         SetupError: nothing is served from `port`, or another change is under way.
         ServerError: it could not be loaded; the others go on.
     """
-    pid, models = running_fleet(port)
+    found = found_fleet(port)
+    if share:
+        _check_shared(found)
     if not 0 <= share <= 1:
         raise ConfigError(f"--share {share:g}: a share lies between 0 and 1")
     (model,) = read_names([argument], [])
     if share and model.version is None:
         raise ConfigError(f"--share is of versions: write {model.name}:2={model.folder}")
     settings = [f"{model.id}.{override}" for override in overrides]
-    base = _free_ports(models)
+    base = _free_ports(found.models)
     (planned,) = make_plan([model], base, settings, (), kv_cache_bytes).models
     print(f"loading {model.id}", file=sys.stderr)
-    _say(ask_for(port, pid, load=planned.model_copy(update={"share": share})))
+    _say(ask_for(port, found.pid, load=planned.model_copy(update={"share": share})))
 
 
 def unload_to_terminal(port: int, name: str) -> None:
     """Take a model away when its answers have ended; see `load_to_terminal`."""
-    pid, _ = running_fleet(port)
-    _say(ask_for(port, pid, unload=name))
+    _say(ask_for(port, found_fleet(port).pid, unload=name))
 
 
 def share_to_terminal(port: int, texts: Sequence[str]) -> None:
@@ -60,14 +62,22 @@ def share_to_terminal(port: int, texts: Sequence[str]) -> None:
             given[name] = float(value)
         except ValueError:
             raise ConfigError(f"{text!r} is no share of a version; write llm:2=0.1") from None
-    pid, _ = running_fleet(port)
-    _say(ask_for(port, pid, shares=given))
+    found = found_fleet(port)
+    _check_shared(found)
+    _say(ask_for(port, found.pid, shares=given))
 
 
 def rollback_to_terminal(port: int, name: str) -> None:
     """Give the versions of a model the shares they had before the last change; see `load_to_terminal`."""
-    pid, _ = running_fleet(port)
-    _say(ask_for(port, pid, back=name))
+    found = found_fleet(port)
+    _check_shared(found)
+    _say(ask_for(port, found.pid, back=name))
+
+
+def _check_shared(found: FleetState) -> None:
+    """That there is a front, which alone shares requests."""
+    if not found.front_url:
+        raise ConfigError(f"the server on gRPC port {found.port} {UNSHARED}")
 
 
 def show_models(port: int) -> None:

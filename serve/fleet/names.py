@@ -11,6 +11,10 @@ from penjing.core.config import inline_toml
 from penjing.core.errors import ConfigError
 from penjing.serve.client.protocol import MODEL_NAME
 
+UNSHARED = (
+    "needs --openai PORT: requests are shared between versions where they come to one address, and each version has a "
+    "gRPC port of its own"
+)
 HOW = "write NAME=FOLDER or NAME:VERSION=FOLDER, such as llm=build/smollm2-int8 or llm:2=build/b"
 _ADAPTER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _NAME = re.compile(rf"(?P<name>{MODEL_NAME})(?::(?P<version>[1-9][0-9]{{0,8}}))?")

@@ -82,6 +82,10 @@ class Backend:
         found = chosen(name, versions, sharer(exchange, user))
         return next((version for version in (found, *versions) if self.upstream(version).can_answer), found)
 
+    def versions(self, name: str) -> tuple[FrontModel, ...]:
+        """The models that may answer a client who asks for `name`, which is there."""
+        return self._versions[name]
+
     def another(self, exchange: Exchange, tried: Collection[str]) -> FrontModel | None:
         """Another version that answers, where the client asked for none in particular.
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import from_json
 
 from penjing.core.errors import RequestError
-from penjing.serve.front.finite import finite, is_finite
 from penjing.serve.gate.errors import ApiError
-from penjing.serve.gate.fields import Part, explained
+from penjing.serve.gate.fields import CacheMarks, Part, Unused
+from penjing.serve.gate.finite import finite
 from penjing.serve.sampling.params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from penjing.serve.sight.wire import from_data_url
 
-B = TypeVar("B", bound="Body")
-NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 TOKEN_NAME = "^[0-9]{1,10}$"
 TokenName = Annotated[str, Field(pattern=TOKEN_NAME)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -78,7 +75,7 @@ class Sampling(Body):
     priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31, description="Lower ones come first.")
 
 
-class Generation(Sampling):
+class Generation(Sampling, Unused):
     """What completions and chats have in common."""
 
     n: int | None = sampling_parameter("n", "So many answers.")
@@ -120,9 +117,8 @@ _FORMS = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_ENGINE_FIELDS = tuple(
-    set(Generation.model_fields) - set(Body.model_fields) - {"stream", "stream_options", "user", *_FORMS}
-)
+_OF_THE_FRONT = {*Body.model_fields, *Unused.model_fields, *_FORMS, "stream", "stream_options", "user"}
+_ENGINE_FIELDS = tuple(set(Generation.model_fields) - _OF_THE_FRONT)
 
 
 class CompletionBody(Generation):
@@ -138,7 +134,7 @@ class CompletionBody(Generation):
     suffix: str | None = Field(default=None, description="May be null only.")
 
 
-class TextPart(Part):
+class TextPart(CacheMarks):
     """A part of a message."""
 
     type: Literal["text"] = Field(description="Other parts are not read.")
@@ -152,7 +148,7 @@ class ImageUrl(Part):
     detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Is not used.")
 
 
-class ImagePart(Part):
+class ImagePart(CacheMarks):
     """An image in a message, for a model that sees."""
 
     type: Literal["image_url"] = Field(description="An image.")
@@ -175,7 +171,7 @@ class ToolCall(Part):
     index: int | None = Field(default=None, description="Of a stream's; is not used.")
 
 
-class ChatMessage(Part):
+class ChatMessage(CacheMarks):
     """One message; fields that only an answer has may come back with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks.")
@@ -190,6 +186,9 @@ class ChatMessage(Part):
     audio: None = Field(default=None, description="May be null only.")
     function_call: None = Field(default=None, description="May be null only.")
     reasoning_content: str | None = Field(default=None, description="Of an assistant: what it thought before.")
+    reasoning: str | None = Field(default=None, description="The same, as newer vLLM calls it.")
+    thinking_blocks: list[Any] | None = Field(default=None, description="Is not used: reasoning_content is.")
+    provider_specific_fields: dict[str, Any] | None = Field(default=None, description="Is not used.")
 
     def images(self) -> list[bytes]:
         """The files of its images.
@@ -216,8 +215,8 @@ class ChatMessage(Part):
             )
         values: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         values |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
-        if self.role == "assistant" and self.reasoning_content:
-            values["reasoning_content"] = self.reasoning_content
+        if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):
+            values["reasoning_content"] = thought
         if self.tool_calls:
             values["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": _arguments(c)}}
@@ -265,7 +264,7 @@ class Function(Part):
     strict: bool | None = Field(default=None, description="Refuse keywords that are not known, or leave them out.")
 
 
-class Tool(Part):
+class Tool(CacheMarks):
     """What the model may call."""
 
     type: Literal["function"] = Field(description="Others are not known.")
@@ -303,11 +302,9 @@ class ChatBody(Generation):
     reasoning_effort: Effort | None = Field(
         default=None, description="How much a model that thinks is to think, as far as its template knows; none: not."
     )
-    metadata: dict[str, str] | None = Field(default=None, description="Is not used.")
-    store: bool | None = Field(default=None, description="Is not done.")
-    service_tier: str | None = Field(default=None, description="Is not used.")
-    safety_identifier: str | None = Field(default=None, description="Is not used.")
-    prompt_cache_key: str | None = Field(default=None, description="Is not used.")
+    modalities: list[Literal["text"]] | None = Field(default=None, description="Answers are text.")
+    verbosity: Literal["medium"] | None = Field(default=None, description="May be medium or null only.")
+    prediction: dict[str, Any] | None = Field(default=None, description="Is not used: it would change no answer.")
 
     def variables(self) -> dict[str, Any]:
         """What the template is told beside the messages: `enable_thinking` is Qwen3's and SmolLM3's."""
@@ -351,44 +348,3 @@ class ChatBody(Generation):
             text = "An answer has one form: give one of response_format, tools and guided_*."
             raise ApiError(400, text, code="invalid_value", param="response_format")
         return wanted[0] if wanted else None
-
-
-def read_body(kind: type[B], content_type: str, body: bytes) -> B:
-    """The body of a request.
-
-    Raises:
-        ApiError: it is no JSON, not of this kind, or has characters that no text has; names the field and the rule.
-    """
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise _not_announced(content_type)
-    try:
-        # It bounds depth and the length of numbers, and refuses what is no UTF-8 and lone surrogates.
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    if not isinstance(values, dict):
-        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
-    if not is_finite(values, body):
-        raise ApiError(400, "The body has a number that 64-bit floating point cannot hold.", code="invalid_json")
-    if NUL.search(body):
-        raise ApiError(400, "The body has a NUL character, which no text has.", code="invalid_json")
-    values = {name: _whole(value) for name, value in values.items()}
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise explained(kind, values, error.errors(include_url=False)) from None
-
-
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number, so that 5.0 is an integer; also in a list."""
-    if isinstance(value, list):
-        return [_whole(entry) for entry in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63 else value
-
-
-def _not_announced(content_type: str) -> ApiError:
-    """Only with this header does a browser ask before it sends what a page of another origin wants sent."""
-    given = f"The content-type is {content_type[:80]!r}" if content_type else "There is no content-type"
-    hint = "with curl: --json '{...}', or -d '{...}' -H 'content-type: application/json'"
-    text = f"{given}; send JSON with the header content-type: application/json ({hint})."
-    return ApiError(415, text, code="unsupported_media_type")

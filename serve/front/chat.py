@@ -15,10 +15,11 @@ from starlette.responses import JSONResponse, Response
 from penjing.core.errors import RequestError
 from penjing.serve.front.answers import DONE, Ask, Events, answer, event, opening
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import ChatBody, read_body
+from penjing.serve.front.bodies import ChatBody
 from penjing.serve.front.logprobs import of_chat
 from penjing.serve.front.reading import AnswerReader, Reading
 from penjing.serve.front.tools import apart
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 

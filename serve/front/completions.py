@@ -19,8 +19,9 @@ from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.client.wire_text import Chunk
 from penjing.serve.front.answers import DONE, Ask, Events, answer, event, opening
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import CompletionBody, read_body
+from penjing.serve.front.bodies import CompletionBody
 from penjing.serve.front.logprobs import Entry, TextOffsets, of_completion
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 

@@ -16,16 +16,18 @@ from starlette.responses import JSONResponse, Response
 from penjing.core.errors import PenjingError, RequestError
 from penjing.serve.client.protocol import MAX_TEXT_BYTES, TOWERS
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import Body, ImagePart, TextPart, read_body
+from penjing.serve.front.bodies import Body, ImagePart, TextPart
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.gate.errors import ApiError
+from penjing.serve.gate.fields import Unused
 from penjing.serve.gate.guard import Exchange
 from penjing.serve.sight.wire import from_data_url
 
 Item = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(Body, Unused):
     """Of `/v1/embeddings`."""
 
     input: str | Item | list[str | Item] = Field(

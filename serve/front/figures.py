@@ -6,42 +6,60 @@ import asyncio
 import re
 from collections.abc import Iterable, Mapping
 
+from penjing.serve.client.protocol import DECODER
 from penjing.serve.front.backend import Backend
+from penjing.serve.front.upstream import Upstream
 from penjing.serve.gate.errors import ApiError, starting
 
 FIGURES_SECONDS = 5.0
-READY = "penjing:model_ready"
+READY, UP = "penjing:model_ready", "penjing:model_up"
+_CONTEXT = re.compile(rb"^penjing:max_model_len(?:\{.*\})? (\S+)$", re.MULTILINE)
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>[^{}]+)")
 _SUFFIX = re.compile(r"_(?:bucket|sum|count)$")
 
 
 async def figures(backend: Backend) -> bytes:
-    """Of a single model as its server gives them. Of several they are joined, and `penjing:model_ready` says which
-    models answer; a server that gives no figures is left out.
-
-    Raises:
-        ApiError: no server gives any.
-    """
+    """What the server of each model gives, as one page. `penjing:model_up` says of each model whether its server gave
+    any, as Prometheus' own `up` does of a page, and `penjing:model_ready` whether it answers."""
     models = backend.models
-    if len(models) == 1:
-        return await read_figures(models[0].metrics)
     pages = await asyncio.gather(*(read_figures(model.metrics) for model in models), return_exceptions=True)
     joined = Joined()
-    answered = 0
     for model, page in zip(models, pages, strict=True):
-        labels = {"model": model.group or model.id}
+        labels = {"model": model.group or (model.name if len(models) == 1 else model.id)}
         if model.version is not None:
             labels["version"] = str(model.version)
-        ready = f"# HELP {READY} Whether the model has answered lately.\n# TYPE {READY} gauge\n{READY} "
-        joined.add(ready + str(int(backend.upstream(model).is_ready)), labels)
+        joined.add(
+            _gauge(UP, "Whether the model's server gave its figures to this page.", isinstance(page, bytes)), labels
+        )
+        joined.add(_gauge(READY, "Whether the model has answered lately.", backend.upstream(model).is_ready), labels)
         if isinstance(page, bytes):
-            joined.add(page.decode(), labels)
-            answered += 1
+            joined.add(page.decode(), labels if len(models) > 1 else {})
         elif not isinstance(page, ApiError):
             raise page
-    if not answered:
-        raise starting()
     return joined.page
+
+
+def _gauge(name: str, text: str, value: bool) -> str:
+    return f"# HELP {name} {text}\n# TYPE {name} gauge\n{name} {int(value)}"
+
+
+async def context(backend: Backend, name: str) -> int | None:
+    """How long a prompt and its answer may be, in tokens, for a client who asks for `name`: of several versions the
+    least. None for what is no decoder, or does not say it now."""
+    models = [model for model in backend.versions(name) if model.kind == DECODER]
+    found = await asyncio.gather(*(_context(backend.upstream(model)) for model in models))
+    return min((each for each in found if each is not None), default=None)
+
+
+async def _context(upstream: Upstream) -> int | None:
+    if upstream.context is None and upstream.is_ready:
+        try:
+            page = await read_figures(upstream.model.metrics)
+        except ApiError:
+            return None
+        found = _CONTEXT.search(page)
+        upstream.context = None if found is None else int(float(found[1]))
+    return upstream.context
 
 
 class Joined:
@@ -65,7 +83,8 @@ class Joined:
                 missing = [f'{key}="{value}"' for key, value in labels.items() if not _has(own, key)]
                 shown = ",".join([*([own] if own else []), *missing])
                 family = name if name in self._heads else _SUFFIX.sub("", name)
-                self._samples.setdefault(family, []).append(f"{name}{{{shown}}} {found['value']}")
+                braced = f"{{{shown}}}" if shown else ""
+                self._samples.setdefault(family, []).append(f"{name}{braced} {found['value']}")
 
     @property
     def page(self) -> bytes:

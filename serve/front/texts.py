@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import Body, TokenIds, read_body
+from penjing.serve.front.bodies import Body, TokenIds
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 

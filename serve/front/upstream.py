@@ -38,6 +38,8 @@ class Upstream:
         self.client = AsyncClient(model.grpc, model=model.name, retries=0)
         self.is_down = False
         """Its last request found none: where there is another version, that one is asked."""
+        self.context: int | None = None
+        """The longest prompt and answer together, in tokens, once a decoder's server has said it."""
         self.fullness = Fullness()
         self._answered = 0.0
         self._failing = ""
@@ -114,7 +116,7 @@ class Upstream:
             said = str(error) if isinstance(error, PenjingError) else f"{type(error).__name__}: {error}"
             if self._failing != said:  # the same words every quarter of a second say no more
                 log.warning("%s does not answer: %s", self.model.id, said)
-            self._failing, self.is_down = said, True
+            self._failing, self.is_down, self.context = said, True, None  # it may come back with less memory
             return
         self._failing = ""
         self.alive()

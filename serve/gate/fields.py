@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import ErrorDetails
 
 from penjing.serve.gate.errors import ApiError
 
 Location = tuple[int | str, ...]
 MAX_SHOWN = 80
+_CACHED = "Is not used: prompts are cached."
 _OF_A_NAME = "[key]"
 """What a location ends with if the name itself is wrong."""
 
@@ -37,6 +38,26 @@ class Part(BaseModel):
         nothing = {name for name, value in values.items() if value is None and name not in known}
         # The same object wherever it can be: errors are traced to where the body has it.
         return {name: value for name, value in values.items() if name not in nothing} if nothing else values
+
+
+class Unused(Part):
+    """What clients of OpenAI's say about a request that changes no answer: it is taken, and nothing is done with it."""
+
+    metadata: dict[str, Any] | None = Field(default=None, description="Is not used.")
+    store: bool | None = Field(default=None, description="Is not done.")
+    service_tier: str | None = Field(default=None, description="Is not used.")
+    safety_identifier: str | None = Field(default=None, description="Is not used.")
+    prompt_cache_key: str | None = Field(default=None, description=_CACHED)
+    prompt_cache_retention: str | None = Field(default=None, description=_CACHED)
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=_CACHED)
+
+
+class CacheMarks(Part):
+    """An object of a prompt that Anthropic's and OpenAI's clients mark as the end of what is worth keeping. No template
+    sees it."""
+
+    cache_control: dict[str, Any] | None = Field(default=None, exclude=True, description=_CACHED)
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, exclude=True, description=_CACHED)
 
 
 class _Fault(NamedTuple):

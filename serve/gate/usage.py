@@ -43,11 +43,13 @@ class Usage:
     """The figures of one front.
 
     Args:
-        paths: that there are; others count as one, so that nobody can make series by asking.
+        paths: that there are, in Starlette's words. All names at a `{name:path}` count as one, and so do other paths:
+            nobody can make series by asking.
     """
 
     def __init__(self, paths: frozenset[str] = frozenset()) -> None:
         self._paths = paths
+        self._under = {path.partition("{")[0]: path.replace(":path}", "}") for path in paths if "{" in path}
         self._registry = CollectorRegistry()
         self._counters = {
             name: Counter(PREFIX + name, text, labels, registry=self._registry)
@@ -72,8 +74,7 @@ class Usage:
 
     def ended(self, exchange: Exchange) -> None:
         """A request has its answer, or its client has gone."""
-        path = exchange.path if exchange.path in self._paths else OTHER
-        self._counters["requests"].labels(path, str(exchange.status)).inc()
+        self._counters["requests"].labels(self._path(exchange.path), str(exchange.status)).inc()
         if exchange.reason:
             self._counters["requests_refused"].labels(exchange.reason).inc()
         if exchange.key:
@@ -91,6 +92,11 @@ class Usage:
         """All of it in Prometheus' text format, with `num_running` requests under way."""
         self._running.set(num_running)
         return generate_latest(self._registry)
+
+    def _path(self, path: str) -> str:
+        if path in self._paths:
+            return path
+        return next((shown for begin, shown in self._under.items() if path.startswith(begin)), OTHER)
 
     def _key(self, name: str) -> str:
         if name not in self._keys:

@@ -18,6 +18,7 @@ MAX_NODES = 10_000
 MAX_CHOICES = 1000
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
+_OPTIONS = "x-guidance"
 MARKS = (CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END)  # some are control tokens of some tokenizers
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
@@ -56,6 +57,8 @@ class Guided(BaseModel):
         }[self.kind]
         if not check(self.value):
             raise ValueError(f"guided: for kind {self.kind} the value must be {_VALUES[self.kind]}")
+        if self.kind == "regex" and (len(self.value) - len(self.value.rstrip("\\"))) % 2:
+            raise ValueError("guided: the regular expression ends in a backslash that escapes nothing")
         return self
 
     def grammar(self, control: Collection[str] = ()) -> str:
@@ -81,7 +84,7 @@ class Guided(BaseModel):
             return self.value
         if self.kind == "tools":
             return _tools_grammar(self.value, control)
-        return "start: %json " + json.dumps({**self._schema(), "x-guidance": _json_options(self.strict)})
+        return "start: %json " + json.dumps(_with_options(self._schema(), self.strict))
 
 
 _VALUES = {
@@ -144,6 +147,12 @@ def _json_options(strict: bool) -> Any:
     return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
 
 
+def _with_options(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """A schema inside of a grammar, with its own options before ours."""
+    own = schema.get(_OPTIONS, {})
+    return {**schema, _OPTIONS: {**_json_options(strict), **own} if isinstance(own, dict) else own}
+
+
 def _behind(thought: str, form: str, control: Collection[str]) -> str:
     """A form that begins behind a thought."""
     begin, end = _mark(THOUGHT_BEGIN, control), _mark(THOUGHT_END, control)
@@ -186,8 +195,7 @@ def _call_rules(functions: list[dict[str, Any]]) -> Iterator[str]:
     for index, function in enumerate(functions):
         # The parameters stay a schema of their own: references in it begin at its root.
         parameters = function.get("parameters") or {"type": "object"}
-        options = _json_options(function.get("strict") is True)
-        schema = {**with_readable_times(parameters), "x-guidance": options}
+        schema = _with_options(with_readable_times(parameters), function.get("strict") is True)
         begin = _quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         yield f"call_{index}: {begin} %json {json.dumps(schema)} {_quoted('}')}"
 

@@ -22,7 +22,7 @@ from penjing.serve.front.bodies import ChatBody, CompletionBody
 from penjing.serve.front.chat import answer_chat
 from penjing.serve.front.completions import complete
 from penjing.serve.front.embeddings import EmbeddingBody, answer_embeddings
-from penjing.serve.front.figures import figures
+from penjing.serve.front.figures import context, figures
 from penjing.serve.front.texts import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from penjing.serve.gate.config import FrontJob, FrontModel
 from penjing.serve.gate.errors import START_SECONDS, ApiError, failed
@@ -152,20 +152,23 @@ class Front:
         return JSONResponse({"status": "ready"}) if self.backend.ready else _not_ready("not ready")
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self.backend.listed]})
+        described = await asyncio.gather(*map(self._described, self.backend.listed))
+        return JSONResponse({"object": "list", "data": described})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         found = self.backend.model(name, request.scope["state"]["exchange"])
-        return JSONResponse(self._described(name if name in self.backend.listed else found.id))
+        return JSONResponse(await self._described(name if name in self.backend.listed else found.id))
 
     async def _report(self, request: Request) -> Response:
         name = request.path_params["name"]
         found = self.backend.model(name, request.scope["state"]["exchange"])
         return JSONResponse(await asyncio.to_thread(stages, found.folder, name[:80]))
 
-    def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.backend.started, "owned_by": "penjing"}
+    async def _described(self, name: str) -> dict[str, Any]:
+        longest = await context(self.backend, name)
+        facts = {} if longest is None else {"max_model_len": longest}
+        return {"id": name, "object": "model", "created": self.backend.started, "owned_by": "penjing"} | facts
 
 
 def _not_ready(status: str) -> Response:

@@ -89,6 +89,15 @@ class _NotStartedError(Exception):
     """There is no server, or its model's process shows no life and no error either, and Triton server itself would wait
     for it without an end."""
 
+    tries = MAX_LOST_STARTS
+
+
+class _EndedError(_NotStartedError):
+    """A process ended before it said a word: Triton server ends those that are starved as they start. What ends each of
+    them is told after the second."""
+
+    tries = 2
+
 
 class _Supervisor:
     """Runs servers one after the other until it is told to stop."""
@@ -187,7 +196,7 @@ class _Supervisor:
                         return
             except _NotStartedError as error:
                 failure, lost_starts = str(error), lost_starts + 1
-                try_again = was_ready or lost_starts < MAX_LOST_STARTS
+                try_again = was_ready or lost_starts < error.tries
             if not try_again:
                 raise ServerError(f"{failure}; the end of {self.state.log}:\n{state.tail(Path(self.state.log))}")
             stable = ready_at is not None and time.monotonic() - ready_at > STABLE_SECONDS
@@ -219,13 +228,12 @@ class _Supervisor:
         clock = HangClock(LOADING_BEAT_SECONDS, self.config.start_timeout)  # starved as it loads is not hung either
         while not self.stops:
             self._keep_front()
-            if (failure := server.wait(POLL_SECONDS, self.wake_fd)) is not None:
-                return failure
-            if Phase.FAILED in (
-                server.pulse.phase,
-                server.eyes and server.eyes.phase,
-            ):  # the reason is on its way to the log
-                return server.wait(GIVE_UP_SECONDS, self.wake_fd) or "the model could not be loaded"
+            ended = server.wait(POLL_SECONDS, self.wake_fd)
+            has_failed = Phase.FAILED in (server.pulse.phase, server.eyes and server.eyes.phase)
+            if ended is not None and not has_failed:
+                raise _EndedError(ended)
+            if has_failed:  # the reason is on its way to the log
+                return ended or server.wait(GIVE_UP_SECONDS, self.wake_fd) or "the model could not be loaded"
             seconds = time.monotonic() - started
             if seconds > FIRST_BEAT_SECONDS and not server.pulse.stub_pid:
                 raise _NotStartedError(f"the model's process did not start within {FIRST_BEAT_SECONDS:.0f} s")

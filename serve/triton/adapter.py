@@ -124,7 +124,9 @@ class LLMAdapter:
             self._adapters = AdapterWatch(wanted, folder, begun, loop)
             self._adapters.look()
         self._outbox = Outbox(self._pb_utils, self._ended, engine.config.stream_interval)
-        make_metrics = partial(EngineMetrics, self._pb_utils, args["model_name"], loop.stats())
+        assert engine.config.max_model_len is not None, "resolved"
+        values = args["model_name"], loop.stats(), engine.config.max_model_len
+        make_metrics = partial(EngineMetrics, self._pb_utils, *values)
         self._metrics = registered(self._pb_utils, make_metrics)
         self._loop = loop
         self._phase = Phase.SERVING

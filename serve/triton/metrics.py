@@ -19,6 +19,8 @@ GAUGES = {
     "num_requests_waiting": "Sequences that wait for a place in the batch.",
     "kv_cache_usage_perc": "Share of the KV cache's blocks that sequences hold, 0 to 1.",
 }
+CONTEXT = "max_model_len"
+"""A gauge that says the same as long as the model is served."""
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -141,9 +143,10 @@ class EngineMetrics:
         pb_utils: Triton server's Python backend module.
         model_name: the `model` label.
         baseline: counts that were there before the first request and are not shown.
+        context: the longest prompt and answer together, in tokens.
     """
 
-    def __init__(self, pb_utils: Any, model_name: str, baseline: EngineStats) -> None:
+    def __init__(self, pb_utils: Any, model_name: str, baseline: EngineStats, context: int) -> None:
         families = self._families = Families(pb_utils, model_name)
         self._gauges = {name: families.gauge(name, text) for name, text in GAUGES.items()}
         self._counters = {name: families.counter(name, text) for name, text in COUNTERS.items()}
@@ -153,6 +156,7 @@ class EngineMetrics:
         text = "Finished sequences by how they ended."
         self._finished = families.counters(FINISHED, text, "finished_reason", FINISH_REASONS)
         self._refused = families.refused()
+        families.gauge(CONTEXT, "Longest prompt and answer together, in tokens.").set(context)
         self._shown_refusals: Mapping[str, int] = {}
         self._shown = baseline
 

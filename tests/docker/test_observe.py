@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from penjing.serve.access.keys import add_key
+from penjing.serve.front import figures
 from penjing.serve.gate import usage
 from penjing.serve.triton import batch_metrics, metrics
 from tests.serve.front.asking import Fronted
@@ -41,7 +42,14 @@ def needs(tool: str) -> str:
 def test_panels_and_alerts_ask_for_figures_that_there_are() -> None:
     histograms = {*metrics.HISTOGRAMS, *batch_metrics.HISTOGRAMS, *(f"front_{name}" for name in usage.HISTOGRAMS)}
     of_front = {f"front_{usage.RUNNING}", *(f"front_{name}_total" for name in usage.COUNTERS)}
-    known = {*metrics.GAUGES, *metrics.COUNTERS, metrics.FINISHED, metrics.REFUSED, *of_front}
+    known = {
+        figures.UP.removeprefix("penjing:"),
+        *metrics.GAUGES,
+        *metrics.COUNTERS,
+        metrics.FINISHED,
+        metrics.REFUSED,
+        *of_front,
+    }
     known |= {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
     texts = [*QUERIES, *(rule["expr"] for rule in ALERTS)]
     asked = {name for text in texts for name in re.findall(r"penjing:(\w+)", text)}

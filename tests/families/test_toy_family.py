@@ -179,3 +179,14 @@ def test_it_is_served_and_verified(place: Path, int8: Path) -> None:
     assert found["same_bits"] is True
     assert [each["between"][1] for each in found["differences"]].count(SERVED) == 2
     assert (int8 / f"parity_{SERVED}.json").is_file()
+
+
+def test_the_door_opens_it(place: Path, int8: Path) -> None:
+    code = (
+        "import sys, penjing\n"
+        "for folder in sys.argv[1:]: print(type(penjing.load(folder)).__name__, file=sys.stderr)\n"
+        "try: penjing.load(sys.argv[2], device='cuda')\n"
+        "except penjing.core.errors.ConfigError as error: print(error, file=sys.stderr)\n"
+    )
+    said = python(place, "-c", code, place / "toy", int8)
+    assert said.splitlines() == ["Mlp", "ToyArtifact", "device 'cuda': a toy in INT8 runs on the CPU"]

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from penjing.core.errors import ConfigError, InputError, PenjingError, RequestError, ServerError, UnavailableError
+from penjing.core.errors import InputError, PenjingError, RequestError, ServerError, UnavailableError
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
+from penjing.core.remote.late import LATE_S, say, told_if_late
 from penjing.serve.client.client import Client
 from penjing.serve.client.protocol import OF_WEIGHTS
 from penjing.train.align.prompts import Sampled
@@ -39,7 +41,8 @@ def check_servers(servers: Sequence[str], config: DecoderConfig) -> None:
         PenjingError: one does not answer, or takes no weights, or others.
     """
     for server in servers:
-        with _named(server, _SERVED), Client(server, timeout=SECONDS, retries=1) as client:
+        late = told_if_late(f"data.servers: {server} has not answered for {LATE_S:g} s; it is waited for")
+        with late, _named(server, _SERVED), Client(server, timeout=SECONDS, retries=1) as client:
             client.check_weights({name: tuple(shape) for name, shape in _shapes(config).items()})
 
 
@@ -51,6 +54,11 @@ def _named(server: str, served: str = f"{_SERVED}; go on with --resume auto when
         where = "" if server in str(error) else f"{server}: "
         hint = f"; {served}" if isinstance(error, UnavailableError) else ""
         raise type(error)(f"data.servers: {where}{error}{hint}") from None
+
+
+def _told(server: str, error: PenjingError) -> None:
+    if isinstance(error, UnavailableError):
+        say(f"data.servers: {server} does not answer, and is asked again for nearly half a minute")
 
 
 def _shapes(config: DecoderConfig) -> dict[str, torch.Size]:
@@ -69,22 +77,20 @@ class ServerSampler:
         scale: of the adapters' products; None: there are none.
 
     Raises:
-        ConfigError: there are fewer servers than processes, or one is not written as host:port.
+        ConfigError: one is not written as host:port.
     """
 
     def __init__(
         self, model: nn.Module, config: DecoderConfig, servers: Sequence[str], world: World, scale: float | None
     ) -> None:
-        if len(servers) < world.size:
-            raise ConfigError(
-                f"data.servers names {len(servers)}, and {world.size} processes sample at once; name one for each at "
-                "least"
-            )
+        assert len(servers) >= world.size, "check_recipe refuses others"
         self.busy = threading.Lock()
         self._model, self._scale = model, scale
         self._weights = {name: torch.empty(shape) for name, shape in _shapes(config).items()}
         mine = servers[world.rank :: world.size]
-        self._clients = [Client(server, timeout=SECONDS, retries=RETRIES) for server in mine]
+        self._clients = [
+            Client(server, timeout=SECONDS, retries=RETRIES, retrying=partial(_told, server)) for server in mine
+        ]
         self._digests: dict[str, str] = {}  # by server
 
     @torch.no_grad()

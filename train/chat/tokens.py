@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import ConfigError
-from penjing.core.text.chat import ChatTemplate
+from penjing.core.text.chat import TEMPLATE_FILE, ChatTemplate
 from penjing.core.text.records import field_names
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.chat.rows import Row, RowError
@@ -49,17 +49,18 @@ class ChatTokens:
     """Writes rows in the tokens of a model.
 
     Attributes: template: of conversations; rows of plain prompts need none. learn: of a conversation, all turns of the
-        assistant, the last one, or everything. setting: the key of the recipe that names another template.
+        assistant, the last one, or everything. setting: the key of the recipe that names another template; None where
+        no recipe can.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     learn: Learn = "assistant"
-    setting: str = "data.template"
+    setting: str | None = "data.template"
 
     @staticmethod
     def from_folder(
-        folder: Path, template: Path | None = None, learn: Learn = "assistant", setting: str = "data.template"
+        folder: Path, template: Path | None = None, learn: Learn = "assistant", setting: str | None = "data.template"
     ) -> ChatTokens:
         """The tokenizer in `folder`, and its template or the one in the file `template`.
 
@@ -184,9 +185,14 @@ class ChatTokens:
             before = self._rendered(messages[:place], True, tools)
             upto = whole if place == len(messages) - 1 else self._rendered(messages[: place + 1], False, tools)
             if not upto.startswith(before) or not whole.startswith(upto):
+                other = (
+                    f'use another template ({self.setting}), or learn = "last"'
+                    if self.setting
+                    else f"give the tokenizer another one, as {TEMPLATE_FILE}"
+                )
                 raise RowError(
                     "the chat template is not prefix-preserving: it writes a turn otherwise when others follow it, so "
-                    f'that its tokens cannot be told apart; use another template ({self.setting}), or learn = "last"'
+                    f"that its tokens cannot be told apart; {other}"
                 )
             spans.append((len(before), len(upto)))
         encoding = self.tokenizer.backend.encode(whole, add_special_tokens=False)
@@ -203,9 +209,8 @@ class ChatTokens:
 
     def _rendered(self, messages: Any, begin_answer: bool, tools: Any) -> str:
         if self.template is None:
-            raise RowError(
-                f"conversations need a chat template, and the tokenizer has none; name one by {self.setting}"
-            )
+            other = f"name one by {self.setting}" if self.setting else f"give it one, as {TEMPLATE_FILE}"
+            raise RowError(f"conversations need a chat template, and the tokenizer has none; {other}")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
             raise RowError(f"tools must be a list of objects (got {tools!r:.40})")
         return _check_text(self.template.render(messages, begin_answer, **({} if tools is None else {"tools": tools})))

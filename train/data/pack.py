@@ -30,7 +30,7 @@ from penjing.core.text.records import Record
 from penjing.core.text.source_files import remote_files_below
 from penjing.core.text.tokenizer import Tokenizer
 from penjing.train.data.corpora import documents, domain_names, domain_of, size_of
-from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, shard_dtype, write_index
+from penjing.train.data.shards import INDEX_NAME, ShardIndex, ShardWriter, read_index, shard_dtype, write_index
 from penjing.train.data.survey import Survey, forget_survey, load_survey, survey
 
 END_OF_TEXT = "<|endoftext|>"
@@ -93,6 +93,13 @@ def prepare_tokens(
             except (ConfigError, InputError):  # nothing to go on with: other sources are packed in another folder
                 shutil.rmtree(work, ignore_errors=True)
                 raise
+    if progress is not None:
+        splits = read_index(folder).splits
+        trained, held = (
+            sum(file.tokens for name, files in splits.items() if name.partition("@")[0] == split for file in files)
+            for split in _SPLITS
+        )
+        progress.note(f"{trained:,} tokens to learn and {held:,} held out, packed in {folder}")
     return folder
 
 

@@ -13,7 +13,7 @@ from penjing.train.numerics.precision import GROUPS
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from penjing.train.pipeline.shape import decoder_shape
 from penjing.train.plan.memory import STATE_PER_PARAMETER, ParallelMemory, Run, parallel_memory, show_bytes
-from penjing.train.recipe.data import SightData, TextData
+from penjing.train.recipe.data import RolloutData, SightData, TextData
 from penjing.train.recipe.model import VisionLanguageModel
 from penjing.train.recipe.recipe import RunRecipe, TrainRecipe
 
@@ -22,8 +22,13 @@ def check_recipe(recipe: RunRecipe, world_size: int) -> None:
     """Refuse a recipe whose [parallel] does not fit its model, or `world_size` processes.
 
     Raises:
-        ConfigError: see `check_parallel`.
+        ConfigError: see `check_parallel`; or there are fewer servers than processes that sample.
     """
+    if isinstance(recipe.data, RolloutData) and 0 < len(recipe.data.servers) < world_size:
+        raise ConfigError(
+            f"data.servers names {len(recipe.data.servers)}, and {world_size} processes sample at once; name one for "
+            "each at least"
+        )
     evaluation = recipe.evaluation
     if (evaluation.best or evaluation.patience) and not evaluation.every:
         raise ConfigError("evaluation.best and evaluation.patience need evaluations; set evaluation.every above 0")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from penjing.compress.decoder.artifact import make_weights
+from penjing.compress.decoder.check import int8_needs, layer_needs
+from penjing.compress.decoder.layer import compress_layer
 from penjing.compress.decoder.settings import Int8Settings, Transform
+from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.samples.data import DataSettings, token_samples
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.progress import Silent
 from penjing.core.work import WorkFolder
 
@@ -37,3 +48,49 @@ def test_the_peak_of_calibration_is_far_below_the_model(
         assert late < early + 0.15 * model_bytes, (early, late, model_bytes)
         kept = [name for name in range(23) if list(work.path.glob(f"hidden_{name:03d}*"))]
         assert kept == []  # off-loaded hidden states go once the next are there
+
+
+DEEP = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 2, "head_dim": 32}
+EXPERTS = {
+    "model_type": "mixtral",
+    "moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512},
+}
+FOUR = {"weights_bits": 4, "group": 32}
+
+
+def allocated(stream: LayerStream, settings: Int8Settings, hidden_WTE: Tensor) -> int:
+    """The most bytes that compressing the first layer has at once beside what was there."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        compress_layer(stream, 0, settings, None, hidden_WTE)
+    now = peak = 0
+    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+            peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "tokens"),
+    [
+        (DEEP, {}, 64),
+        (DEEP, {"rounding": "nearest"}, 64),
+        (DEEP, FOUR, 64),
+        (DEEP, FOUR | {"scales": "whole"}, 64),
+        (DEEP, {"keep": ["*.down_proj"]}, 64),
+        (WIDE, FOUR | {"offsets": True, "keep_int8": ["*.up_proj"]}, 64),
+        (DEEP, {}, 4096),
+        (DEEP | EXPERTS, {}, 512),
+    ],
+)
+def test_the_estimate_of_a_layer_is_near_what_is_allocated(
+    model: dict[str, Any], values: dict[str, Any], tokens: int, make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    stream = LayerStream(open_checkpoint(make_tiny_checkpoint(num_hidden_layers=1, **model)))
+    config = stream.config
+    settings = Int8Settings.model_validate({"transform": {"rotate": False, "search_steps": 2}} | values)
+    ids = torch.randint(0, config.vocab_size, (4, tokens // 4), generator=torch.Generator().manual_seed(0))
+    measured = allocated(stream, settings, stream.embed(ids))
+    assert 0.85 < layer_needs(settings, config, tokens) / measured < 1.25
+    assert int8_needs(settings, config, tokens).memory >= layer_needs(settings, config, tokens)

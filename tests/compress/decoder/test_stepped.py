@@ -165,7 +165,7 @@ def test_as_gguf_it_is_exact_in_q4_1(artifact: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ("onnx", "4-bit weights, which are not written as onnx"),
+        ("onnx", "4-bit weights, which are not written as onnx: export --to compressed-tensors or gguf, or compress"),
         ("compressed-tensors-weights", "offsets are no zero points"),
     ],
 )

@@ -76,6 +76,24 @@ def test_rows_behind_those_that_are_wanted_are_not_read(folder: Path, tmp_path: 
     assert len(read_rows(folder, config, [str(many)], folder, 2, "data.rows", Silent())) == 2
     with pytest.raises(InputError, match=r"1 of 4 rows are bad: .*many\.jsonl, line 4"):
         read_rows(folder, config, [str(many)], folder, 4, "data.rows", Silent())
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a bag"}]
+    told = {
+        "data.row_images = .* is the folder": {"prompt": "<image>what?", "completion": "a bag", "images": ["none.png"]},
+        r"has none; give it one, as chat_template\.jinja": {"messages": turns, "images": ["0.png"]},
+    }
+    for says, row in told.items():  # by settings that a recipe of compression has
+        many.write_text(json.dumps(row) + "\n")
+        with pytest.raises(InputError, match=says) as caught:
+            read_rows(folder, config, [str(many)], folder, 4, "data.rows", Silent())
+        assert "data.template" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["onnx", "gguf", "compressed-tensors"])
+def test_floats_are_told_how_they_are_exported(folder: Path, tmp_path: Path, form: Any) -> None:
+    """In INT8 its decoder is written as these."""
+    with pytest.raises(InputError, match="is not an artifact; 'penjing compress' makes one from a checkpoint"):
+        export_artifact(folder, form, tmp_path / "out", force=False, progress=Silent())
+    assert not (tmp_path / "out").exists()
 
 
 CHANGES = {"smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}

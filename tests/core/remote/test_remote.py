@@ -15,7 +15,7 @@ import pytest
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import ConfigError, InputError, SetupError
-from penjing.core.remote import blocks, files
+from penjing.core.remote import blocks, files, late
 from penjing.core.remote.blocks import BlockReader, Blocks, open_remote
 from penjing.core.remote.files import RemoteFile, is_remote, read_remote, remote_file, remote_files
 from penjing.core.text.records import Record, read_records
@@ -122,7 +122,10 @@ def test_what_another_try_does_not_mend_is_said(status: int, error: type[Excepti
             file.fetch(0, 10)
 
 
-def test_nobody_there_and_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_there_and_a_server_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(late, "LATE_S", 0.02)
     with socket.socket() as quiet:
         quiet.bind(("127.0.0.1", 0))
         closed = quiet.getsockname()[1]
@@ -134,8 +137,10 @@ def test_nobody_there_and_a_server_that_says_nothing(monkeypatch: pytest.MonkeyP
     with socket.socket() as quiet:
         quiet.bind(("127.0.0.1", 0))
         quiet.listen()
+        store = f"http://127.0.0.1:{quiet.getsockname()[1]}"
         with pytest.raises(SetupError, match=r"cannot be read: .*after 2 tries"):
-            remote_file(f"http://127.0.0.1:{quiet.getsockname()[1]}/x")
+            remote_file(f"{store}/x")
+    assert f"{store} has not answered for 0.02 s; it is waited for, and asked up to 2 times" in capsys.readouterr().err
     files._store.cache_clear()
 
 

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from penjing.core.errors import SetupError
+from penjing.core.errors import ConfigError, SetupError
 from penjing.serve import cli
+from penjing.serve.fleet import commands
 from penjing.serve.fleet.again import command_again
-from penjing.serve.fleet.change import running_fleet
+from penjing.serve.fleet.change import found_fleet
 from penjing.serve.fleet.names import changed_shares, read_names
 from penjing.serve.fleet.plan import FleetModel, FleetPlan
 from penjing.serve.gate.config import FrontConfig
@@ -80,19 +82,45 @@ def test_shares_are_read_again_however_they_were_moved(moves: list[tuple[int, fl
         FleetModel(id=name, group="llm", share=share, folder=Path("/m"), engine_json="{}", config=ServeConfig())
         for name, share in shares.items()
     ]
-    words = shlex.split(command_again(FleetPlan(models=tuple(models))))
+    front = FrontConfig(port=8080)
+    words = shlex.split(command_again(FleetPlan(models=tuple(models), front=front)))
     again = read_names(words[2:6], [word for word in words if word.startswith("llm:") and "/m" not in word])
     assert {model.id: model.share for model in again} == shares
+
+
+def test_without_a_front_nothing_is_shared(
+    planned: Callable[[list[str]], FleetPlan], make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    folder = make_tiny_checkpoint(max_position_embeddings=4096)
+    words = ["serve", f"llm:1={folder}", f"llm:2={folder}", "--kv-cache-bytes", "30000000"]
+    with pytest.raises(ConfigError, match="--share needs --openai PORT"):
+        planned([*words, "--share", "llm:2=0.25"])
+    first = planned(words)
+    again = shlex.split(command_again(first))
+    assert "--share" not in again
+    assert facts(planned(again[1:])) == facts(first)
+
+
+def test_shares_of_a_server_without_a_front_cannot_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = SimpleNamespace(pid=1, port=1, front_url="", models={"llm:1": {}, "llm:2": {}})
+    monkeypatch.setattr(commands, "found_fleet", lambda port: running)
+    for ask in (
+        lambda: commands.share_to_terminal(1, ["llm:2=0.5"]),
+        lambda: commands.rollback_to_terminal(1, "llm"),
+        lambda: commands.load_to_terminal(1, "llm:3=build/c", 0.5, [], None),
+    ):
+        with pytest.raises(ConfigError, match="needs --openai PORT"):
+            ask()
 
 
 def test_a_server_without_names_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_ports(1)[0]
     with pytest.raises(SetupError, match="no server of models with names runs"):
-        running_fleet(port)
+        found_fleet(port)
     with state.owning(port):
         state.write_state(state.ServerState("ready", "/models/a", "127.0.0.1", port, 0, 2, 1, name="llm"))
         with pytest.raises(SetupError, match="penjing serve llm=/models/a"):
-            running_fleet(port)
+            found_fleet(port)
         assert state.served_name(f"localhost:{port}") == "llm"
         assert state.served_name(f"elsewhere:{port}") is None
     assert state.served_name(f"localhost:{port}") is None

@@ -43,12 +43,10 @@ class Script:
 
 
 class ScriptedFront:
-    """To be entered; `folder` is of the model "m"."""
+    """To be entered; `folder` is of the model "m", whose figures are at `metrics`."""
 
-    def __init__(self, folder: Path = Path("nowhere")) -> None:
-        self._model = FrontModel(
-            id="m", kind="llm", name="llm", folder=folder, grpc="127.0.0.1:1", metrics="127.0.0.1:2"
-        )
+    def __init__(self, folder: Path = Path("nowhere"), metrics: str = "127.0.0.1:2") -> None:
+        self._model = FrontModel(id="m", kind="llm", name="m", folder=folder, grpc="127.0.0.1:1", metrics=metrics)
         self._front = Front(FrontJob(front=FrontConfig(port=9999), models=(self._model,), log=Path("log")))
         self._runner = asyncio.Runner()
         self._open = AsyncExitStack()

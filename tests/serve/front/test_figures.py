@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.guard import Exchange
 from penjing.serve.supervisor import state
 from tests.serve.front.asking import Fronted
+from tests.serve.front.scripted import ScriptedFront
 from tests.serve.triton.serving import free_ports
 
 
@@ -35,6 +39,9 @@ def test_the_servers_figures_come_through_the_front(front: Fronted) -> None:
     assert len(families) == answer.body.count(b"# TYPE ")
     assert {f"penjing:front_{name}" for name in (*usage.HISTOGRAMS, *usage.COUNTERS, usage.RUNNING)} <= set(families)
     assert all(line[0] == "#" or line.rsplit(" ", 1)[1] for line in lines)
+    assert {sample.value for sample in families["penjing:model_up"].samples} == {1}
+    (longest,) = families["penjing:max_model_len"].samples
+    assert [model["max_model_len"] for model in front.ask("/v1/models").json["data"]] == [longest.value]
     assert front.ask("/metrics", {"a": 1}).status == 405
 
 
@@ -94,6 +101,60 @@ def test_the_front_counts_and_times() -> None:
     assert values["request_generation_tokens_sum", "m"] == 5
     assert values["key_requests_total", "alice"] == 2
     assert values["key_generation_tokens_total", "alice"] == 5
+
+
+def test_a_path_with_a_name_in_it_counts_as_one_path() -> None:
+    found = usage.Usage(frozenset({"/v1/models", "/v1/models/{name:path}"}))
+    for path in ("/v1/models", "/v1/models/m", "/v1/models/m:1", "/v1/modelsm"):
+        found.ended(exchange(path, status=200))
+    values = samples(found.page(0))
+    assert values["requests_total", "/v1/models", "200"] == 1
+    assert values["requests_total", "/v1/models/{name}", "200"] == 2
+    assert values["requests_total", usage.OTHER, "200"] == 1
+
+
+@pytest.fixture
+def model_figures() -> Iterator[str]:
+    """Where a server gives the figures of a model "m"."""
+
+    class Figures(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'# TYPE penjing:max_model_len gauge\npenjing:max_model_len{model="m"} 4096\nnv_cpu 0.5\n')
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Figures) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_model_that_is_down_takes_no_figures_of_the_front_along(model_figures: str) -> None:
+    with ScriptedFront() as front:
+        assert front.ask("/v1/models").status == 200
+        answer = front.ask("/metrics")
+        assert answer.status == 200
+        values = samples(answer.body)
+        assert values["penjing:model_up", "m"] == 0
+        assert values["penjing:model_ready", "m"] == 1
+        assert values["requests_total", "/v1/models", "200"] == 1
+    with ScriptedFront(metrics=model_figures) as front:
+        values = samples(front.ask("/metrics").body)
+        assert values["penjing:model_up", "m"] == 1
+        assert values["nv_cpu",] == 0.5
+
+
+def test_a_model_says_how_long_its_texts_may_be(model_figures: str) -> None:
+    with ScriptedFront(metrics=model_figures) as front:
+        assert front.ask("/v1/models").json["data"][0]["max_model_len"] == 4096
+        assert front.ask("/v1/models/m").json["max_model_len"] == 4096
+    with ScriptedFront() as front:  # nobody knows it
+        assert "max_model_len" not in front.ask("/v1/models").json["data"][0]
 
 
 def test_nobody_can_make_series_without_an_end() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from penjing.serve.access.keys import add_key
-from penjing.serve.front.bodies import read_body
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.config import FrontConfig, FrontJob, FrontModel
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.site.app import POSTS, Front

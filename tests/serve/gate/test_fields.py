@@ -9,8 +9,9 @@ import pytest
 
 from penjing.serve.dialects.message_body import MessageBody
 from penjing.serve.dialects.response_body import ResponseBody
-from penjing.serve.front.bodies import Body, ChatBody, CompletionBody, read_body
+from penjing.serve.front.bodies import Body, ChatBody, CompletionBody
 from penjing.serve.front.embeddings import EmbeddingBody
+from penjing.serve.gate.body import read_body
 from penjing.serve.gate.errors import ApiError
 
 GOOD: dict[type[Body], dict[str, Any]] = {

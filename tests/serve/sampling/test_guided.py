@@ -280,8 +280,34 @@ def test_a_wrong_form_behind_a_thought_is_told_in_its_own_lines(engine: LLMEngin
             engine.prepare(Request("r", "a", SamplingParams.from_json({"guided": guided})))
         words.append(str(caught.value))
     assert words[0] == words[1]
-    with pytest.raises(RequestError, match="this regex is refused"):  # what only the rules around it break
-        ask(engine, {"kind": "regex", "value": "a\\", "thought": "open"})
+
+
+@pytest.mark.parametrize("thought", [{}, {"thought": "open"}])
+@pytest.mark.parametrize("regex", ["a\\", "\\", "a\\\\\\"])
+def test_a_regex_does_not_end_in_half_an_escape(engine: LLMEngine, regex: str, thought: dict[str, str]) -> None:
+    with pytest.raises(RequestError, match="ends in a backslash that escapes nothing"):
+        ask(engine, {"kind": "regex", "value": regex} | thought)
+    ask(engine, {"kind": "regex", "value": "a\\\\"} | thought)
+
+
+def test_a_schemas_own_options_hold_behind_a_thought_too() -> None:
+    tokenizer = byte_tokenizer(())
+    constraints = Constraints(tokenizer, tokenizer.backend.get_vocab_size())
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema["x-guidance"] = {"key_separator": "  :  "}
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}], "choice": "required"}
+    called = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    for guided, text in (
+        ({"kind": "json_schema", "value": schema}, "%s"),
+        ({"kind": "json_schema", "value": schema, "thought": "open"}, "%s"),
+        ({"kind": "json_schema", "value": schema, "thought": "begun"}, "hm</think>%s"),
+        ({"kind": "tools", "value": tools}, called),
+    ):
+        constraint = constraints.make(Guided.model_validate(guided))
+        ids = tokenizer.encode(text % '{"a"  :  5}')
+        assert constraint.num_allowed(ids) == len(ids), guided
+        blanks = tokenizer.encode(text % '{ "a"  :  5}')
+        assert constraints.make(Guided.model_validate(guided)).num_allowed(blanks) < len(blanks), guided
 
 
 def test_what_no_text_can_be_ends_that_answer_alone(engine: LLMEngine) -> None:

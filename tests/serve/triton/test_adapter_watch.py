@@ -48,6 +48,8 @@ def test_every_metric_is_registered_and_follows_the_engine(adapted: Adapted) -> 
     names = {*GAUGES, *COUNTERS, *HISTOGRAMS} | {f"request_success{reason}" for reason in ("stop", "length", "abort")}
     assert {f"penjing:{name}" for name in names} <= set(metrics)
     assert metrics["penjing:generation_tokens"].value == 0  # the canary does not count
+    assert adapted.adapter._loop is not None
+    assert metrics["penjing:max_model_len"].value == adapted.adapter._loop.engine.config.max_model_len
     assert adapted.ask(text_input="ab", sampling_parameters={"max_tokens": 5, **GREEDY}).done.wait(60)
     steps = metrics["penjing:iteration_tokens_total"].samples  # the last that is brought up to date
     wait_until(lambda: len(steps) == 5, 60, "the metrics")

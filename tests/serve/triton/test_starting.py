@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from penjing.core.errors import (
     ServerError,
     SetupError,
 )
-from penjing.core.progress import Silent
+from penjing.core.progress import PlainProgress, Silent
 from penjing.serve.client.protocol import PULSE_VARIABLE
 from penjing.serve.supervisor import state, supervisor
 from penjing.serve.supervisor.process import ServeConfig, check_ports
@@ -40,8 +41,9 @@ class Lost:
         phase = Phase.SERVING if lives else Phase.LOADING
         self.pulse = SimpleNamespace(stub_pid=int(lives), phase=phase, beat_age=lambda: 0.0 if lives else 1e9)
 
-    def wait(self, seconds: float, wake_fd: int) -> None:
+    def wait(self, seconds: float, wake_fd: int) -> str | None:
         self.clock[0] += 30.0
+        return None
 
     def kill(self) -> None:
         self.killed = True
@@ -63,37 +65,80 @@ def test_a_model_that_does_not_load_says_why(tiny_long: Path, tmp_path: Path) ->
     served.end()
 
 
-@pytest.mark.parametrize("num_lost", [2, 3])
-def test_a_model_process_that_never_lives_is_started_anew(
-    monkeypatch: pytest.MonkeyPatch, tiny_long: Path, num_lost: int
-) -> None:
-    clock, servers = [0.0], list[Lost]()
+class Ended(Lost):
+    """A server one of whose processes ends as it starts; with a reason it has failed, and said so."""
 
-    def start(*_: Any) -> Lost:
-        servers.append(Lost(clock, lives=len(servers) == num_lost))
-        return servers[-1]
+    def __init__(self, clock: list[float], phase: Phase) -> None:
+        super().__init__(clock, lives=False)
+        self.pulse.phase = phase
+
+    def wait(self, seconds: float, wake_fd: int) -> str:
+        return "the model's process ended unexpectedly"
+
+
+Starting = Callable[[Callable[[int], Lost]], tuple[list[Lost], ServerError | None]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tiny_long: Path) -> Starting:
+    """Runs a supervisor that gets these servers, by their numbers, until one lives; those, and what it raised."""
+    servers = list[Lost]()
 
     def watch(self: Any, server: Any) -> str:
         self.stops = 1
         return "stopped"
 
-    monkeypatch.setattr(supervisor.ServerProcess, "start", start)
+    def run(server: Callable[[int], Lost]) -> tuple[list[Lost], ServerError | None]:
+        def start(*_: Any) -> Lost:
+            servers.append(server(len(servers)))
+            return servers[-1]
+
+        monkeypatch.setattr(supervisor.ServerProcess, "start", start)
+        port = free_ports(1)[0]
+        with state.owning(port):
+            found: Any = None  # what is installed does not matter: nothing is started
+            starting = supervisor._Supervisor(found, tiny_long, ServeConfig(grpc_port=port), "{}", PlainProgress())
+            try:
+                starting.run()
+            except ServerError as error:
+                return servers, error
+        return servers, None
+
     monkeypatch.setattr(supervisor._Supervisor, "_accepts_connections", lambda self: True)
     monkeypatch.setattr(supervisor._Supervisor, "_canary", lambda self: None)
     monkeypatch.setattr(supervisor._Supervisor, "_watch", watch)
     monkeypatch.setattr(supervisor._Supervisor, "_sleep", lambda self, seconds: None)
+    return run
+
+
+@pytest.mark.parametrize("num_lost", [2, 3])
+def test_a_model_process_that_never_lives_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, started: Starting, num_lost: int
+) -> None:
+    clock = [0.0]
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock[0])
-    port = free_ports(1)[0]
-    with state.owning(port):
-        found: Any = None  # what is installed does not matter: nothing is started
-        starting = supervisor._Supervisor(found, tiny_long, ServeConfig(grpc_port=port), "{}", Silent())
-        if num_lost == supervisor.MAX_LOST_STARTS:
-            with pytest.raises(ServerError, match="did not start within 60 s"):
-                starting.run()
-        else:
-            starting.run()
+    servers, error = started(lambda number: Lost(clock, lives=number == num_lost))
+    if num_lost == supervisor.MAX_LOST_STARTS:
+        assert "did not start within 60 s" in str(error)
+    else:
+        assert error is None
     assert len(servers) == 3
     assert all(server.killed for server in servers)
+
+
+@pytest.mark.parametrize(
+    ("num_ended", "phase", "num_started"), [(1, Phase.LOADING, 2), (2, Phase.LOADING, 2), (1, Phase.FAILED, 1)]
+)
+def test_a_first_start_that_ends_without_a_word_is_tried_once_more(
+    started: Starting, capsys: pytest.CaptureFixture[str], num_ended: int, phase: Phase, num_started: int
+) -> None:
+    clock = [0.0]
+    servers, error = started(lambda number: Ended(clock, phase) if number < num_ended else Lost(clock, lives=True))
+    assert len(servers) == num_started
+    assert all(server.killed for server in servers)
+    ended = "the model's process ended unexpectedly"
+    assert (error is None) if num_ended < num_started else str(error).startswith(ended)
+    assert (f"{ended}; restarting" in capsys.readouterr().err) == (num_started == 2)
 
 
 @pytest.mark.parametrize("runnable", [True, False])
@@ -109,10 +154,11 @@ def test_a_model_that_gets_no_processor_as_it_loads_is_waited_for(
             super().__init__(clock, lives=False)
             self.pulse.stub_pid, self.pulse.beat_age = 1, lambda: clock[0] + 1.0
 
-        def wait(self, seconds: float, wake_fd: int) -> None:
+        def wait(self, seconds: float, wake_fd: int) -> str | None:
             clock[0] += 0.4
             if clock[0] > 90.0:
                 self.pulse.phase = Phase.SERVING
+            return None
 
     monkeypatch.setattr(supervisor._Supervisor, "_accepts_connections", lambda self: True)
     monkeypatch.setattr(supervisor._Supervisor, "_canary", lambda self: None)

@@ -19,8 +19,10 @@ from torch import Tensor
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
 from penjing.train.align.rollouts import RolloutStream
+from penjing.train.checks import check_machine
 from penjing.train.families.base import build_task
 from penjing.train.families.rollouts import RolloutTuning
+from penjing.train.launch.launch import launch
 from penjing.train.monitor.alarms import AlarmConfig, Alarms
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
@@ -291,6 +293,15 @@ def test_two_processes_learn_what_one_does(recipe: Path, settings: list[str]) ->
 def test_what_cannot_be_meant_is_one_error(recipe: Path, settings: list[str], says: str) -> None:
     with pytest.raises((ConfigError, InputError), match=says):
         train(recipe, settings)
+
+
+def test_more_processes_than_servers_are_refused_before_they_start(recipe: Path) -> None:
+    asked = ['data.servers=["127.0.0.1:9"]']
+    with pytest.raises(ConfigError, match=r"data\.servers names 1, and 2 processes sample at once; name one for each"):
+        launch(2, recipe, asked, [])
+    with pytest.raises(ConfigError, match=r"data\.servers names 1, and 2"):
+        check_machine(load_train_recipe(recipe, asked), 2, is_new=True)  # of processes that torchrun started
+    check_machine(load_train_recipe(recipe, asked), 1, is_new=True)
 
 
 @pytest.mark.parametrize(

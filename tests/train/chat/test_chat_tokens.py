@@ -75,8 +75,12 @@ def test_prompts_and_completions_are_rows_too(chat: ChatTokens) -> None:
 def test_a_template_that_writes_turns_anew_is_refused_but_for_the_last_turn(chat: ChatTokens) -> None:
     template = ChatTemplate(FORGETFUL, "forgetful")
     row = {"messages": turns("a", "<think>x</think>b", "c", "<think>y</think>d")}
-    with pytest.raises(RowError, match="the chat template is not prefix-preserving"):
-        ChatTokens(chat.tokenizer, template).masked(row)
+    for setting, says in (
+        ("data.template", r'use another template \(data.template\), or learn = "last"$'),
+        (None, r"give the tokenizer another one, as chat_template\.jinja$"),
+    ):
+        with pytest.raises(RowError, match="the chat template is not prefix-preserving.*" + says):
+            ChatTokens(chat.tokenizer, template, setting=setting).masked(row)
     assert learnt(ChatTokens(chat.tokenizer, template, "last"), row) == "<think>y</think>d<|im_end|>\n"
 
 

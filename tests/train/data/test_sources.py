@@ -275,6 +275,11 @@ def test_the_cache_follows_the_template_and_the_end_of_text(
     for changed in ({}, {"chat_template": "Q: {{ messages[0].content }}"}, {"eos_token": "!"}):
         (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | changed))
         found.append(prepare_tokens((str(source),), 320, held_out=0.1, tokenizer=tokenizer))
+        notes = Notes()  # said again where nothing is packed any more
+        prepare_tokens((str(source),), 320, held_out=0.1, tokenizer=tokenizer, progress=notes)
+        count = {split: TokenShards(found[-1], split).num_tokens for split in ("train", "held_out")}
+        said = f"{count['train']:,} tokens to learn and {count['held_out']:,} held out, packed in {found[-1]}"
+        assert notes.notes == [said]
     (tokenizer / "chat_template.jinja").write_text("A: {{ messages[0].content }}")
     found.append(prepare_tokens((str(source),), 320, held_out=0.1, tokenizer=tokenizer))
     begins, ends = [], []
