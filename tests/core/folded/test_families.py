@@ -17,6 +17,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
+from tests.core.folded.expert_cases import EXPERT_CASES
 
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
 SMALL: dict[str, Any] = {
@@ -249,30 +250,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "penjing",
     ),
-    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}, "penjing"),
-    "glm4_moe": (
-        "glm4_moe",
-        {
-            "head_dim": 16,
-            "rope_parameters": PARTIAL,
-            "moe_intermediate_size": 24,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "routed_scaling_factor": 1.5,
-        },
-        "penjing",
-    ),
     "apertus": ("apertus", {}, "penjing"),
     "apertus_bias": ("apertus", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}, "penjing"),
     "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
     "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
-}
+} | EXPERT_CASES
 
 
-def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any]) -> Any:
-    """A random model of transformers, saved to `folder`; no parameter is left at zero or one."""
+def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **how: Any) -> Any:
+    """A random model of transformers, saved to `folder`; no parameter is left at zero or one, and no bias of a choice
+    that is no parameter."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager"
@@ -281,7 +268,10 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any]) -> A
         for name, parameter in model.named_parameters():
             plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
             parameter.copy_(plain + torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.15))
-    model.save_pretrained(folder)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
+    model.save_pretrained(folder, **how)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     return model.eval()
 

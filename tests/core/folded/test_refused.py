@@ -38,7 +38,7 @@ from tests.core.folded.test_families import CASES, LONGROPE, save
         ("gpt_neox", {"use_parallel_residual": "yes"}, "use_parallel_residual must be true or false"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive number"),
         ("granite_4", {"layer_types": ["attention", "mamba"] * 2}, "names layers without attention"),
-        ("granite_4", {"num_local_experts": 4}, "num_local_experts=4: experts of granitemoehybrid"),
+        ("granite_4", {"num_local_experts": -4}, "num_local_experts must be a positive whole number"),
         ("granite_4", {"position_embedding_type": "learned"}, "position_embedding_type 'learned' is not supported"),
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "lack original_max_position"),
