@@ -46,7 +46,7 @@ void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, flo
     for (int64_t k = 0; k < count; ++k) weight[k] = score[chosen[k]] * factor;
     if (experts.shared) {
         chosen[count] = static_cast<int32_t>(num);
-        weight[count] = 1;
+        weight[count] = experts.router.n > num ? 1 / (1 + std::exp(-score[num])) : 1;
     }
 }
 
@@ -108,9 +108,10 @@ void Layers::experts_together(const Team& team, int64_t index, float* hidden, in
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const PjExperts& experts = *layer.experts;
     const Ops& ops = *step_.ops;
-    const int64_t width = model_.hidden, inner = layer.down.k, per_row = experts.per_row, places = count * per_row;
+    const int64_t width = model_.hidden, per_row = experts.per_row, places = count * per_row;
     const int num = layer.num_gate_up;
-    const int64_t stride = num * inner;
+    // The last expert may be wider. Its rows are the last ones, so that they begin behind those of the others.
+    const int64_t stride = num * experts.down[experts.num_experts - 1].k;
     Rows normed{};
     normed.x = to.normed;
     share_out(team, count, experts.router, [&](int64_t i) { enter_norm(layer.post_norm, normed, i, hidden + i * width); });
@@ -135,25 +136,32 @@ void Layers::experts_together(const Team& team, int64_t index, float* hidden, in
     };
     for (int64_t expert = 0; expert < experts.num_experts; ++expert)
         for (int i = 0; i < num; ++i)
-            product(experts.gate_up[expert * num + i], expert, to.act + i * inner, stride);
+            product(experts.gate_up[expert * num + i], expert, to.act + i * experts.down[expert].k, stride);
     sync(team, layer.down);
     const auto gated = layer.activation == CLAMPED ? ops.clamped_row : layer.activation ? ops.geglu_row : ops.swiglu_row;
     share_out(team, places, layer.down, [&](int64_t place) {
+        const PjLinear& down = experts.down[expert_of(place)];
+        const int64_t inner = down.k;
         const float* act = to.act + place * stride;
         if (num == 2) {
             gated(act, act + inner, inner, to.rows.x + place * inner);
             act = to.rows.x + place * inner;
         }
-        enter(experts.down[expert_of(place)], to.rows, place, act);
+        enter(down, to.rows, place, act);
     });
     for (int64_t expert = 0; expert < experts.num_experts; ++expert)
         product(experts.down[expert], expert, to.made, width);
     sync(team, after);
     share_out(team, count, after, [&](int64_t i) {
+        float *at = hidden + i * width, *sum = layer.down_norm ? to.normed + i * width : at;
+        if (layer.down_norm) std::fill_n(sum, width, 0.0f);
         for (int64_t k = i * per_row; k < (i + 1) * per_row; ++k) {
             const float* made = to.made + to.place[k] * width;
-            for (int64_t j = 0; j < width; ++j) hidden[i * width + j] += to.weight[k] * made[j];
+            for (int64_t j = 0; j < width; ++j) sum[j] += to.weight[k] * made[j];
         }
+        if (!layer.down_norm) return;
+        ops.rms_norm_row(sum, layer.down_norm, width, model_.eps, sum);
+        for (int64_t j = 0; j < width; ++j) at[j] += sum[j];
     });
 }
 

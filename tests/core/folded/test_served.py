@@ -12,6 +12,7 @@ from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.imports.importer import import_model
 from tests.compress.conftest import write_recipe
+from tests.core.folded.expert_cases import EXPERT_CASES
 from tests.core.folded.served import close, of_transformers, served
 from tests.core.folded.test_families import CASES, save
 
@@ -38,7 +39,7 @@ NEW = (
 ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa")  # the others where there is time
 
 
-@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", *EXPERT_CASES])
 def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     reference = save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
     text = TEXT[:, :60]  # of 64, the context of ministral3
