@@ -55,6 +55,7 @@ class ExpertLayers:
         normed: their weights are their scores divided by the sum of these.
         factor: of the weights.
         logistic: scores are the logistic function of the router's outputs.
+        margin: two are weighed as `_sparsemixer` of `core.models.moe` does; None: as the other fields say.
         bias: (experts without the shared one,) float32, added to scores for the choice alone.
         shared: the last expert takes each token besides, with the weight 1; it may be wider than the others.
         shared_gate: its weight is the logistic function of the router's last output.
@@ -71,6 +72,7 @@ class ExpertLayers:
     bias: Tensor | None = None
     shared: bool = False
     shared_gate: bool = False
+    margin: float | None = None
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,7 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         num_experts=count,
         per_row=experts.per_row + experts.shared,
         factor=experts.factor,
+        margin=-1.0 if experts.margin is None else experts.margin,
         normed=experts.normed,
         logistic=experts.logistic,
         shared=experts.shared,
@@ -286,6 +289,8 @@ def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> 
         raise ValueError(f"layer {index}: {routed} experts, {experts.per_row} a row, router {size(experts.router)}")
     if experts.bias is not None and experts.bias.shape != (routed,):
         raise ValueError(f"layer {index}: the bias of {routed} experts has shape {tuple(experts.bias.shape)}")
+    if experts.margin is not None and (experts.per_row != 2 or experts.shared):
+        raise ValueError(f"layer {index}: margin is of two experts a row, and none beside them")
     widest = widest_expert(layer)
     if widest < inner or (widest > inner and not experts.shared):
         raise ValueError(f"layer {index}: the last expert is {widest} wide, others {inner}")

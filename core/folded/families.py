@@ -31,6 +31,7 @@ from penjing.core.folded.gpt_oss import GPT_OSS
 from penjing.core.folded.granite import GRANITES
 from penjing.core.folded.hunyuan import HUNYUANS
 from penjing.core.folded.learned import LEARNED
+from penjing.core.folded.phimoe import PHIMOE
 from penjing.core.models.hf_config import FOLDED
 
 _AROUND_GLM = {
@@ -334,4 +335,5 @@ _FAMILIES: dict[str, Family] = (
     | EXPERTS
     | GPT_OSS
     | LEARNED
+    | PHIMOE
 )

@@ -95,6 +95,7 @@ FOLDED = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mellum": "MellumForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

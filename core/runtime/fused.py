@@ -217,6 +217,7 @@ def _expert_layers(moe: MoE) -> ExpertLayers:
         moe.e_score_correction_bias if config.router_bias else None,
         shared,
         config.shared_expert_gate,
+        2 * config.router_jitter_noise if config.scoring_func == "sparsemixer" else None,
     )
 
 
@@ -229,6 +230,8 @@ def unusual_experts(config: DecoderConfig) -> str | None:
         return "the MLP that all tokens take is narrower than an expert"
     if moe.shared_expert_intermediate_size and moe.activation != "silu":
         return "what all tokens take has an activation of its own"
+    if moe.shared_expert_intermediate_size and moe.scoring_func == "sparsemixer":
+        return "all tokens take something beside experts of sparsemixer"
     if moe.shared_expert_gate and moe.biases:
         return "the router has biases beside a gate of what all tokens take"
     return "its experts stand in groups" if moe.n_group > 1 else None

@@ -11,10 +11,29 @@ namespace {
 // Rows that are sent to experts together: their copies, inner rows and outputs are a few tens of megabytes.
 constexpr int64_t ROWS_TOGETHER = 256;
 
+// Chooses the largest of a row's scores and the largest of the others, equals by index, each weighed by a softmax of those
+// that lie less than `margin` below it, as a share of what is larger.
+void mix_two(const float* score, int64_t num, float margin, float factor, int32_t* chosen, float* weight) {
+    for (int k = 0; k < 2; ++k) {
+        int64_t best = k == 1 && chosen[0] == 0 ? 1 : 0;
+        const auto left = [&](int64_t i) { return k == 0 || i != chosen[0]; };
+        for (int64_t i = 0; i < num; ++i)
+            if (left(i) && score[i] > score[best]) best = i;
+        float total = 0;
+        for (int64_t i = 0; i < num; ++i) {
+            const float below = (score[best] - score[i]) / std::max(std::fabs(score[i]), score[best]);
+            if (left(i) && !(below > margin)) total += std::exp(score[i] - score[best]);
+        }
+        chosen[k] = static_cast<int32_t>(best);
+        weight[k] = factor / total;
+    }
+}
+
 // Turns a row's scores into shares of one, or into their logistic function, chooses the largest, with `bias` if there is
 // one, equals by index, and weighs them by their shares.
 void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, float* weight) {
     const int64_t num = experts.num_experts - experts.shared, count = experts.per_row - experts.shared;
+    if (experts.margin >= 0) return mix_two(score, num, experts.margin, experts.factor, chosen, weight);
     if (experts.logistic) {
         for (int64_t i = 0; i < num; ++i) score[i] = 1 / (1 + std::exp(-score[i]));
     } else {

@@ -61,6 +61,7 @@ class Experts(ctypes.Structure):
         ("num_experts", c_int64),
         ("per_row", c_int64),
         ("factor", c_float),
+        ("margin", c_float),
         ("normed", c_int32),
         ("logistic", c_int32),
         ("shared", c_int32),

@@ -37,6 +37,15 @@ BASES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+PHI_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 4.0, 8.0, 16.0, 30.0],
+    "short_mscale": 1.25,
+    "long_mscale": 1.5,
+    "original_max_position_embeddings": 64,
+}
 ERNIE: dict[str, Any] = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
 COHERE: dict[str, Any] = {"head_dim": 12, "logit_scale": 0.25, "sliding_window": 9, "num_experts": 6}
 SPARSE = ["dense", "sparse", "sparse", "sparse"]
@@ -209,4 +218,18 @@ EXPERT_CASES: dict[str, Case] = {
         },
         "penjing",
     ),
+    "phimoe": ("phimoe", {"num_local_experts": 6, "router_jitter_noise": 0.2}, "penjing"),
+    "phimoe_bias": (
+        "phimoe",
+        {
+            "head_dim": 12,
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": PHI_LONGROPE,
+            "sliding_window": 21,
+        },
+        "penjing",
+    ),
+    "phimoe_tied": ("phimoe", {"num_local_experts": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}, "penjing"),
 }

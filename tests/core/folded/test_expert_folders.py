@@ -82,6 +82,10 @@ def test_what_guesses_further_tokens_is_left_out(
         ("glm4_moe_lite", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("cohere2_moe_sigmoid", {"shared_expert_combination_strategy": "product"}, "sum and average are"),
         ("cohere2_moe", {"expert_selection_fn": "tanh"}, "scoring_func"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported; 2 is"),
+        ("phimoe", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear' of phimoe is not supported"),
+        ("phimoe", {"router_jitter_noise": -1}, "router_jitter_noise"),
+        ("phimoe_bias", {"rope_parameters": {"rope_type": "longrope"}}, "original_max_position_embeddings must be"),
         ("cohere2_moe_sum", {"prefix_dense_intermediate_size": None}, "prefix_dense_intermediate_size must be"),
     ],
 )

@@ -26,7 +26,7 @@ WIDTHS = {"moe_intermediate_size": 48, "shared_intermediate_size": 112}
 ALWAYS = ("ernie4_5_moe", "flex_olmo", "cohere2_moe_sigmoid")
 FULL = (
     *("granitemoe", "granitemoeshared", "granite_4_experts_nope", "granitemoe_swa", "hunyuan_moe"),
-    *("minimax_m2", "exaone_moe", "solar_open_bias", "hy_v3", "mellum", "cohere2_moe_sum"),
+    *("minimax_m2", "exaone_moe", "solar_open_bias", "hy_v3", "mellum", "cohere2_moe_sum", "phimoe"),
 )
 
 

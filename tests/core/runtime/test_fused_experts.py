@@ -33,6 +33,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe": EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False},
     },
     "sigmoid": {"model_type": "penjing", "moe": EXPERTS | {"scoring_func": "sigmoid", "router_bias": True}},
+    "sparsemixer": {
+        "model_type": "penjing",
+        "moe": {
+            **EXPERTS,
+            "num_experts_per_tok": 2,
+            "scoring_func": "sparsemixer",
+            "router_jitter_noise": 0.2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "biases": True,
+        },
+    },
     "every": {"model_type": "penjing", "moe": EXPERTS | {"num_experts_per_tok": 8}},
     "shared": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 64}},
     "wide": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 128, "router_bias": True}},
@@ -154,5 +166,9 @@ def test_what_experts_have_that_the_step_does_not_know(make_tiny_checkpoint: Cal
     biased = why(shared_expert_intermediate_size=64, shared_expert_gate=True, biases=True)
     assert biased == "the router has biases beside a gate of what all tokens take"
     assert why(n_group=2, topk_group=2) == "its experts stand in groups"
+    mixed = {"scoring_func": "sparsemixer", "num_experts_per_tok": 2, "norm_topk_prob": False}
+    assert why(**mixed) is None
+    beside = why(shared_expert_intermediate_size=64, **mixed)
+    assert beside == "all tokens take something beside experts of sparsemixer"
     with force_torch():
         assert why() is not None
