@@ -12,6 +12,7 @@ from penjing.core.errors import InputError
 from penjing.core.folded.centred import CENTRED
 from penjing.core.folded.cohere import COHERES
 from penjing.core.folded.experts import EXPERTS
+from penjing.core.folded.falcon import FALCON
 from penjing.core.folded.fold import (
     Family,
     Fold,
@@ -68,7 +69,7 @@ def fold_from_hf(values: Values, source: str) -> Fold:
         usual = usual | {"rope_theta": theta, "rope_parameters": values["rope_scaling"]}
     given = {name: each for name, each in values.items() if each is not None or name in _NONE}
     given = usual | {ours: given[name] for name, ours in family.aliases.items() if name in given} | given
-    names = ("hidden_activation", "hidden_act", "activation_function")
+    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
     activation = next((given[name] for name in names if given.get(name)), family.activations[0])
     if activation not in family.activations:
         known = " or ".join(family.activations)
@@ -329,6 +330,7 @@ _FAMILIES: dict[str, Family] = (
     }
     | CENTRED
     | COHERES
+    | FALCON
     | HUNYUANS
     | GEMMAS
     | GRANITES

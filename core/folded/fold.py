@@ -29,7 +29,7 @@ class Fold:
         layers: what the names of a layer's tensors begin with there.
         spelled: `names` where folders have one of several names: as published, or as transformers 5 has them.
         fused: q, k, v are one matrix `self_attn.qkv_proj` there.
-        fused_heads: so they are, with q, k and v of one head behind each other.
+        fused_heads: so they are, with the queries, keys and values of one head of keys behind each other.
         fused_mlp: gate and up are one matrix `gate_up_proj` there, but for experts'.
         plus_one: norms multiply by 1 + w.
         embedding, final: factors of the embedding and of the last norm.

@@ -166,7 +166,8 @@ class FoldedCheckpoint(Checkpoint):
         if fold.fused and module in _QKV:
             at = _QKV.index(module)
             begin = (0, query, query + key)[at]
-            rows = _Rows(begin, begin + (key if at else query), fold.fused_heads, config.head_dim)
+            heads = config.num_key_value_heads if fold.fused_heads else 0
+            rows = _Rows(begin, begin + (key if at else query), heads, config.head_dim, at)
             module = "self_attn.qkv_proj"
         elif fold.fused_mlp and module.endswith(_MLP) and _EXPERT.search(module) is None:
             block, _, part = module.rpartition(".")
@@ -216,23 +217,27 @@ class FoldedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a matrix; with `heads` begin and end count as if the parts were whole, and each head of `size` has its
-    queries, keys and values behind each other."""
+    """Rows of a matrix; with `heads` of keys those of queries, keys or values, as `part` says: each head of keys, of
+    `size`, has its queries, its keys and its values behind each other."""
 
     begin: int
     end: int
-    heads: bool = False
+    heads: int = 0
     size: int = 0
+    part: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.heads:
             return tensor[self.begin : self.end]
-        at = self.begin // (self.end - self.begin)
-        return tensor.unflatten(0, (-1, 3, self.size))[:, at].flatten(0, 1)
+        parts = tensor.unflatten(0, (self.heads, -1, self.size))
+        return (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])[self.part].flatten(0, 2)
 
     def count(self, rows: int) -> int:
         """How many they are of a matrix of so many."""
-        return rows // 3 if self.heads else max(0, min(self.end, rows) - self.begin)
+        if not self.heads:
+            return max(0, min(self.end, rows) - self.begin)
+        keys = self.heads * self.size
+        return 0 if rows % keys else keys if self.part else rows - 2 * keys
 
 
 def _as_named(fold: Fold, names: frozenset[str]) -> Fold:

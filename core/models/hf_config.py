@@ -82,6 +82,7 @@ FOLDED = {
     "gptj": "GPTJForCausalLM",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "opt": "OPTForCausalLM",
+    "falcon": "FalconForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "granitemoe_swa": "GraniteMoeSWAForCausalLM",

@@ -31,7 +31,8 @@ FIELDS = (
     "num_shared_expert", "moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_layer_start_index", "topk_group",
     "moe_layer_end_index", "moe_layer_interval", "moe_norm_min", "router_scaling_factor", "expert_selection_fn",
     "shared_expert_combination_strategy", "prefix_dense_sliding_window_pattern", "prefix_dense_intermediate_size",
-    "router_jitter_noise", "lm_head_bias",
+    "router_jitter_noise", "lm_head_bias", "alibi", "num_ln_in_parallel_attn", "num_kv_heads", "ffn_hidden_size",
+    "new_decoder_architecture", "parallel_attn", "activation",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},

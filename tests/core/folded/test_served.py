@@ -34,6 +34,7 @@ NEW = (
     "gpt_bigcode",
     "opt",
     "gptj",
+    "falcon_new",
     "apertus",
 )
 ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa")  # the others where there is time
