@@ -57,6 +57,7 @@ class ExpertLayers:
         logistic: scores are the logistic function of the router's outputs.
         margin: two are weighed as `_sparsemixer` of `core.models.moe` does; None: as the other fields say.
         bias: (experts without the shared one,) float32, added to scores for the choice alone.
+        bias_of_logits: it is added to the router's outputs, before they are scores.
         shared: the last expert takes each token besides, with the weight 1; it may be wider than the others.
         shared_gate: its weight is the logistic function of the router's last output.
     """
@@ -73,6 +74,7 @@ class ExpertLayers:
     shared: bool = False
     shared_gate: bool = False
     margin: float | None = None
+    bias_of_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,7 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         margin=-1.0 if experts.margin is None else experts.margin,
         normed=experts.normed,
         logistic=experts.logistic,
+        bias_of_logits=experts.bias_of_logits,
         shared=experts.shared,
     )
     packer.kept += [gate_ups, downs, made, bias]

@@ -141,6 +141,45 @@ def _mellum(values: Values, source: str) -> Fold:
     return Fold(config_of(values, source, rope, qk_norm=True, moe=moe, **sliding), apart=("mtp.",))
 
 
+def _flint(values: Values, source: str) -> Fold:
+    """Heads have sinks, layers that see all do not rotate, and scores of experts are logistic."""
+    layers = count_of(values, "num_hidden_layers", source)
+    full = [layer < 2 or layer % 4 == 1 or layer == layers - 1 for layer in range(layers)]
+    types = ["full_attention" if each else "sliding_attention" for each in full]
+    changes = sliding_of({"layer_types": types} | values, source, 0)
+    changes["layer_rotary"] = ["main" if kind == "sliding_attention" else "none" for kind in changes["layer_types"]]
+    moe = moe_from_hf(values, "qwen2_moe", source)
+    assert moe is not None
+    changes["moe"] = moe | {"scoring_func": "sigmoid", "shared_expert_gate": False}
+    config = config_of(values, source, qk_norm=True, attention_sinks=True, **changes)
+    names = {f"mlp.shared_experts.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in _MIXTRAL}
+    return Fold(config, names, spelled={"self_attn.sinks": ("self_attn.softmax_offset", "self_attn.sinks")})
+
+
+def _kolibri1(values: Values, source: str) -> Fold:
+    """All layers have experts, and the bias of their choice is added to what the router gives."""
+    inner = whole_of(values, "moe_intermediate_size", source)
+    moe = {
+        "num_experts": count_of(values, "num_experts", source),
+        "num_experts_per_tok": count_of(values, "num_experts_per_tok", source),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": whole_of(values, "shared_expert_intermediate_size", source),
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": flag_of(values, "norm_topk_prob", source),
+        "router_bias": True,
+        "router_bias_of": "logits",
+    }
+    layers = unrotated_of(values | {"sliding_window_pattern": 5}, source)
+    changes: Values = {"attention_bias": False, "attention_output_bias": False, "norms": "around", "qk_norm": True}
+    config = config_of(values | {"intermediate_size": inner}, source, moe=moe, **changes, **layers)
+    spelled = {
+        "attention_output_norm": ("post_attn_norm", "post_self_attn_layernorm"),
+        "mlp_output_norm": ("post_ffn_norm", "post_mlp_layernorm"),
+        _BIAS: ("moe.router.expert_bias", *_INSIDE[_BIAS]),
+    }
+    return Fold(config, spelled=spelled)
+
+
 def _deepseek(values: Values, source: str, first: int) -> Values:
     """Experts that are chosen as DeepSeek-V3's, in layers of which the `first` have none unless all are named."""
     count_of(values, "num_hidden_layers", source)
@@ -302,5 +341,35 @@ EXPERTS: dict[str, Family] = {
             "norm_topk_prob": True,
         },
         aliases={"num_experts": "num_local_experts"},
+    ),
+    "flint": Family(
+        _flint,
+        {
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "num_experts": 256,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0, 1],
+        },
+    ),
+    "kolibri1": Family(
+        _kolibri1,
+        {
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "num_experts": 384,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": False,
+        },
+        aliases={"num_local_experts": "num_experts"},
     ),
 }

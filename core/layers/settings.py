@@ -113,6 +113,10 @@ class MoEConfig(Config):
         default=False,
         description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
     )
+    router_bias_of: Literal["scores", "logits"] = Field(
+        default="scores",
+        description="What router_bias is added to: scores, or the router's outputs before they are (Kolibri).",
+    )
     biases: Flag = Field(default=False, description="Whether the router and the experts' layers have biases (gpt-oss).")
     activation: Literal["silu", "clamped_swiglu"] = Field(
         default="silu",
@@ -144,6 +148,8 @@ class MoEConfig(Config):
                 )
         elif self.router_jitter_noise:
             raise ValueError(f"router_jitter_noise={self.router_jitter_noise:g} is of scoring_func='sparsemixer'")
+        if self.router_bias_of == "logits" and not self.router_bias:
+            raise ValueError("router_bias_of='logits' needs router_bias")
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError("shared_expert_gate needs a shared_expert_intermediate_size above 0")
         return self

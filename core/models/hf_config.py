@@ -97,6 +97,8 @@ FOLDED = {
     "mellum": "MellumForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
     "phimoe": "PhimoeForCausalLM",
+    "flint": "FlintForCausalLM",
+    "kolibri1": "Kolibri1ForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

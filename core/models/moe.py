@@ -155,16 +155,16 @@ class MoE(nn.Module):
         if config.scoring_func == "sparsemixer":
             weight_TK, expert_TK = _sparsemixer(logits_TN, 2 * config.router_jitter_noise)
         else:
-            weight_TK, expert_TK = self._largest(score_TN)
+            weight_TK, expert_TK = self._largest(logits_TN, score_TN)
         if _watchers or torch.is_grad_enabled():  # unwatched too: a recomputed block must repeat every operation
             share_TN = score_TN if softmax else score_TN / (score_TN.sum(-1, keepdim=True) + 1e-20)
             if _watchers:
                 _watchers[-1].append(Routing(share_TN, expert_TK))
         return weight_TK * config.routed_scaling_factor, expert_TK
 
-    def _largest(self, score_TN: Tensor) -> tuple[Tensor, Tensor]:
+    def _largest(self, logits_TN: Tensor, score_TN: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        choice_TN = score_TN.detach()
+        choice_TN = (logits_TN if config.router_bias_of == "logits" else score_TN).detach()
         if config.router_bias:
             choice_TN = choice_TN + self.e_score_correction_bias
         if config.n_group > 1:

@@ -218,6 +218,7 @@ def _expert_layers(moe: MoE) -> ExpertLayers:
         shared,
         config.shared_expert_gate,
         2 * config.router_jitter_noise if config.scoring_func == "sparsemixer" else None,
+        config.router_bias_of == "logits",
     )
 
 

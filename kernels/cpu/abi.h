@@ -54,6 +54,7 @@ struct PjExperts {
     float margin;             // 0 or above: two are chosen, as `sparsemixer` of core/models/moe.py does; else −1
     int32_t normed;           // their weights are divided by their sum
     int32_t logistic;         // scores become their logistic function, not shares of one
+    int32_t bias_of_logits;   // `bias` is added to scores before that
     int32_t shared;           // 1: the last one takes every row, with the weight 1 or the logistic function of its row of
                               // the router; it is as wide as the others or wider
 };

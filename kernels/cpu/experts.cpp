@@ -29,19 +29,24 @@ void mix_two(const float* score, int64_t num, float margin, float factor, int32_
     }
 }
 
-// Turns a row's scores into shares of one, or into their logistic function, chooses the largest, with `bias` if there is
-// one, equals by index, and weighs them by their shares.
+// Turns a row's outputs of the router into shares of one, or into their logistic function.
+void score_experts(const PjExperts& experts, int64_t num, float* score) {
+    if (experts.logistic) {
+        for (int64_t i = 0; i < num; ++i) score[i] = 1 / (1 + std::exp(-score[i]));
+        return;
+    }
+    const float peak = *std::max_element(score, score + num);
+    float total = 0;
+    for (int64_t i = 0; i < num; ++i) total += score[i] = std::exp(score[i] - peak);
+    for (int64_t i = 0; i < num; ++i) score[i] /= total;
+}
+
+// Chooses the experts with a row's largest scores, with `bias` if there is one, equals by index, and weighs them by their
+// scores.
 void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, float* weight) {
     const int64_t num = experts.num_experts - experts.shared, count = experts.per_row - experts.shared;
     if (experts.margin >= 0) return mix_two(score, num, experts.margin, experts.factor, chosen, weight);
-    if (experts.logistic) {
-        for (int64_t i = 0; i < num; ++i) score[i] = 1 / (1 + std::exp(-score[i]));
-    } else {
-        const float peak = *std::max_element(score, score + num);
-        float total = 0;
-        for (int64_t i = 0; i < num; ++i) total += score[i] = std::exp(score[i] - peak);
-        for (int64_t i = 0; i < num; ++i) score[i] /= total;
-    }
+    if (!experts.bias_of_logits) score_experts(experts, num, score);
     // Each is the first behind the one before it, by standing and then by index; what is no number stands last.
     const auto standing = [&](int64_t i) {
         const float found = experts.bias ? score[i] + experts.bias[i] : score[i];
@@ -59,6 +64,7 @@ void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, flo
         last = standing(best);
         before = best;
     }
+    if (experts.bias_of_logits) score_experts(experts, num, score);
     float total = 1e-20f;
     for (int64_t k = 0; k < count; ++k) total += score[chosen[k]];
     const float factor = experts.normed ? experts.factor / total : experts.factor;

@@ -64,6 +64,7 @@ class Experts(ctypes.Structure):
         ("margin", c_float),
         ("normed", c_int32),
         ("logistic", c_int32),
+        ("bias_of_logits", c_int32),
         ("shared", c_int32),
     )
 

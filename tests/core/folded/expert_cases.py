@@ -47,6 +47,14 @@ PHI_LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 ERNIE: dict[str, Any] = {"head_dim": 12, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
+FLINT: dict[str, Any] = {
+    "head_dim": 12,
+    "sliding_window": 9,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
 COHERE: dict[str, Any] = {"head_dim": 12, "logit_scale": 0.25, "sliding_window": 9, "num_experts": 6}
 SPARSE = ["dense", "sparse", "sparse", "sparse"]
 EXPERT_CASES: dict[str, Case] = {
@@ -232,4 +240,29 @@ EXPERT_CASES: dict[str, Case] = {
         "penjing",
     ),
     "phimoe_tied": ("phimoe", {"num_local_experts": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}, "penjing"),
+    "flint": (
+        "flint",
+        FLINT | {"layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_only_layers": [1]},
+        "penjing",
+    ),
+    "flint_full": (
+        "flint",
+        FLINT
+        | {
+            "layer_types": ["full_attention"] * 4,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+        }
+        | {"tie_word_embeddings": True, "norm_topk_prob": False},
+        "penjing",
+    ),
+    "kolibri1": ("kolibri1", FLINT, "penjing"),
+    "kolibri1_mixed": (
+        "kolibri1",
+        FLINT
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "n_group": 2, "norm_topk_prob": True}
+        | {"tie_word_embeddings": True},
+        "penjing",
+    ),
 }

@@ -50,6 +50,7 @@ def test_weights_and_their_gradients(noise: float, shift: float) -> None:
         ({"num_experts_per_tok": 3}, "has num_experts_per_tok=2"),
         ({"norm_topk_prob": True}, "norm_topk_prob=false"),
         ({"router_bias": True}, "no groups and no router_bias"),
+        ({"router_bias_of": "logits"}, "router_bias_of='logits' needs router_bias"),
         ({"scoring_func": "softmax", "router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is of scoring_func"),
     ],
 )

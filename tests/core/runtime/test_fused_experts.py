@@ -45,6 +45,10 @@ KINDS: dict[str, dict[str, Any]] = {
             "biases": True,
         },
     },
+    "logits": {
+        "model_type": "penjing",
+        "moe": EXPERTS | {"scoring_func": "sigmoid", "router_bias": True, "router_bias_of": "logits"},
+    },
     "every": {"model_type": "penjing", "moe": EXPERTS | {"num_experts_per_tok": 8}},
     "shared": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 64}},
     "wide": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 128, "router_bias": True}},
