@@ -295,6 +295,7 @@ EXPERTS: dict[str, Family] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
         },
+        also="ExaoneMoEForCausalLM",
         aliases={"num_local_experts": "num_experts"},
     ),
     "minimax_m2": Family(

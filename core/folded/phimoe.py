@@ -69,6 +69,7 @@ PHIMOE: dict[str, Family] = {
             "attention_bias": False,
             "lm_head_bias": False,
         },
+        also="PhiMoEForCausalLM",  # as it was published
         aliases={"num_experts": "num_local_experts"},
     )
 }

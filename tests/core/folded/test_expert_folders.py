@@ -16,10 +16,11 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.folded.families import fold_from_hf
 from penjing.core.imports.importer import import_model
-from tests.core.folded.expert_cases import EXPERT_CASES
+from tests.core.folded.expert_cases import EXPERT_CASES, PHI_LONGROPE
 from tests.core.folded.test_families import save
 
 FIRST = {EXPERT_CASES[name][0]: name for name in reversed(EXPERT_CASES)}  # the first case of each family
+OLDER = {"type": "longrope"} | {name: value for name, value in PHI_LONGROPE.items() if name != "rope_type"}
 AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 
 
@@ -107,6 +108,8 @@ def test_what_no_layer_computes_is_refused_by_name(
         ("minimax_m2", {"rotary_dim": 8, "rope_theta": 10000.0, "rope_parameters": None}),
         ("mellum_full", {"num_local_experts": None, "num_experts": 6}),
         ("ernie4_5_moe", {"moe_k": None, "moe_num_experts": None, "num_experts": 6, "num_experts_per_tok": 2}),
+        ("exaone_moe", {"architectures": ["ExaoneMoEForCausalLM"]}),
+        ("phimoe_bias", {"architectures": ["PhiMoEForCausalLM"], "rope_parameters": None, "rope_scaling": OLDER}),
         ("hunyuan_moe", {"moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "num_experts": [6] * 4}),
     ],
 )
