@@ -36,6 +36,7 @@ from penjing.kernels.step_layers import (
     groups_of,
     projections,
     size,
+    widest_expert,
 )
 
 # Rows of the rotary table at first; it doubles when a position lies beyond.
@@ -110,7 +111,7 @@ class DecoderStep:
             num_layers=len(layers),
             vocab=self.vocab,
             hidden=self.hidden,
-            intermediate=max(size(layer.gate)[0] for layer in layers),
+            intermediate=max(widest_expert(layer) for layer in layers),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

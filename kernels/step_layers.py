@@ -52,13 +52,16 @@ class ExpertLayers:
     """Experts in place of an MLP, each with a gate, the product beside it, and what leads back.
 
     Attributes:
-        router: (experts without the shared one, hidden) in floating point.
+        router: (experts without the shared one, hidden) in floating point; with `shared_gate` a row more.
         per_row: how many a token goes to, those with the largest scores: softmax of the router's outputs.
         normed: their weights are their scores divided by the sum of these.
         factor: of the weights.
         logistic: scores are the logistic function of the router's outputs.
+        margin: two are weighed as `_sparsemixer` of `core.models.moe` does; None: as the other fields say.
         bias: (experts without the shared one,) float32, added to scores for the choice alone.
-        shared: the last expert takes each token besides, with the weight 1.
+        bias_of_logits: it is added to the router's outputs, before they are scores.
+        shared: the last expert takes each token besides, with the weight 1; it may be wider than the others.
+        shared_gate: its weight is the logistic function of the router's last output.
     """
 
     router: FloatLinear
@@ -71,6 +74,9 @@ class ExpertLayers:
     logistic: bool = False
     bias: Tensor | None = None
     shared: bool = False
+    shared_gate: bool = False
+    margin: float | None = None
+    bias_of_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,8 +268,10 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         num_experts=count,
         per_row=experts.per_row + experts.shared,
         factor=experts.factor,
+        margin=-1.0 if experts.margin is None else experts.margin,
         normed=experts.normed,
         logistic=experts.logistic,
+        bias_of_logits=experts.bias_of_logits,
         shared=experts.shared,
     )
     packer.kept += [gate_ups, downs, made, bias]
@@ -271,30 +279,35 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
     out.gate_up[:apart], out.down = gate_ups[:apart], downs[0]
 
 
+def widest_expert(layer: LayerWeights) -> int:
+    """Inner width of the MLP, or of the last expert, than which no other is wider."""
+    return size(layer.gate if layer.experts is None else layer.experts.gates[-1])[0]
+
+
 def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> None:
     experts = layer.experts
     assert experts is not None
     count = len(experts.gates)
-    if (
-        layer.parallel
-        or layer.out_norm is not None
-        or layer.hadamard
-        or layer.up is None
-        or layer.inner_norm is not None
-    ):
-        raise ValueError(f"layer {index}: experts have a gate, a norm before them alone and no transform")
+    if layer.hadamard or layer.up is None or layer.inner_norm is not None:
+        raise ValueError(f"layer {index}: experts have a gate, no norm inside and no transform")
     if layer.activation not in ("silu", "gelu_tanh", "clamped_swiglu"):
         raise ValueError(f"layer {index}: {layer.activation} of experts is not known")
     routed = count - experts.shared
-    if size(experts.router) != (routed, hidden) or not 1 <= experts.per_row <= routed:
+    rows = routed + experts.shared_gate
+    if size(experts.router) != (rows, hidden) or not 1 <= experts.per_row <= routed or rows > count:
         raise ValueError(f"layer {index}: {routed} experts, {experts.per_row} a row, router {size(experts.router)}")
     if experts.bias is not None and experts.bias.shape != (routed,):
         raise ValueError(f"layer {index}: the bias of {routed} experts has shape {tuple(experts.bias.shape)}")
-    parts = (("gates", (inner, hidden)), ("ups", (inner, hidden)), ("downs", (hidden, inner)))
-    for name, shape in parts:
-        found = {size(linear) for linear in getattr(experts, name)}
-        if found != {shape} or len(getattr(experts, name)) != count:
-            raise ValueError(f"layer {index}: {name} of experts have shapes {sorted(found)}; {shape} is needed")
+    if experts.margin is not None and (experts.per_row != 2 or experts.shared):
+        raise ValueError(f"layer {index}: margin is of two experts a row, and none beside them")
+    widest = widest_expert(layer)
+    if widest < inner or (widest > inner and not experts.shared):
+        raise ValueError(f"layer {index}: the last expert is {widest} wide, others {inner}")
+    for name, linears in (("gates", experts.gates), ("ups", experts.ups), ("downs", experts.downs)):
+        found = [size(linear)[:: -1 if name == "downs" else 1] for linear in linears]
+        expected = [(inner, hidden)] * (count - 1) + [(widest, hidden)]
+        if found != expected:
+            raise ValueError(f"layer {index}: {name} of experts have {sorted(set(found))}; {expected[0]} is needed")
     if stored_unlike(experts):
         raise ValueError(f"layer {index}: experts must be stored alike")
 

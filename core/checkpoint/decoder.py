@@ -19,7 +19,7 @@ from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf, token_ids
-from penjing.core.models.tensor_names import model_name, stored_name
+from penjing.core.models.tensor_names import Slice, experts_in, model_name, stored_name
 from penjing.core.vision.layout import Names, names_found, text_config
 
 TOKENIZER_FILES = (
@@ -65,7 +65,14 @@ class Checkpoint:
             self._within = names_found(self.config_json["model_type"], self._file_of)
             parts = (self._within.decoder, self._within.head)
             self._file_of = {name: file for name, file in self._file_of.items() if name.startswith(parts)}
-        self.tensor_names = tuple(model_name(self.config, self._of_decoder(name)) for name in self._file_of)
+        count = 0 if self.config.moe is None else self.config.moe.num_experts
+        self._slices: dict[str, Slice] = {}  # of experts that a tensor holds together, by their names one by one
+        names: list[str] = []
+        for stored in self._file_of:
+            experts = self._experts_in(stored, count)
+            self._slices |= experts
+            names += [self._name_in_model(name) for name in experts or (stored,)]
+        self.tensor_names = tuple(names)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor `name` in its stored dtype and shape, read from disk now.
@@ -73,21 +80,45 @@ class Checkpoint:
         Raises:
             InputError: there is no such tensor, or its file cannot be read.
         """
-        reader, stored = self._locate(name)
+        reader, stored, of_expert = self._locate(name)
         try:
-            return reader.get_tensor(stored)
+            if of_expert is None:
+                return reader.get_tensor(stored)
+            rows = self.shape(name)[0]
+            own = slice(of_expert.part * rows, (of_expert.part + 1) * rows)
+            return reader.get_slice(stored)[of_expert.expert, own].clone()
         except SafetensorError as error:
             raise InputError(f"{self.folder / self._file_of[stored]}: cannot read {stored}: {error}") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor `name`, without reading its data."""
-        reader, stored = self._locate(name)
-        return tuple(reader.get_slice(stored).get_shape())
+        reader, stored, of_expert = self._locate(name)
+        shape = tuple(reader.get_slice(stored).get_shape())
+        if of_expert is None:
+            return shape
+        assert self.config.moe is not None
+        if (found := of_expert.shape_in(shape, count := self.config.moe.num_experts)) is None:
+            raise InputError(
+                f"{self.folder}: {stored} has shape {shape}; {count} experts of {of_expert.parts} layers each, as "
+                "config.json says, are (experts, rows, inputs). Get the folder again"
+            )
+        return found
 
     def dtype(self, name: str) -> str:
         """Stored dtype of the tensor `name` as safetensors spells it ("F32", "BF16", "I8" …)."""
-        reader, stored = self._locate(name)
+        reader, stored, _ = self._locate(name)
         return reader.get_slice(stored).get_dtype()
+
+    def _experts_in(self, stored: str, num_experts: int) -> dict[str, Slice]:
+        """See `experts_in`."""
+        return experts_in(stored, num_experts)
+
+    def _name_in_model(self, stored: str) -> str:
+        return model_name(self.config, self._of_decoder(stored))
+
+    def _names_in_folder(self, name: str) -> tuple[str, ...]:
+        """What the tensor `name` of the model may be called: as it is published, or as transformers 5 has it."""
+        return stored_name(self.config, name), name
 
     def _of_decoder(self, stored: str) -> str:
         within = self._within
@@ -104,16 +135,17 @@ class Checkpoint:
             raise InputError(f"{path}: quantization_config must be an object (got {values!r}); get the folder again")
         return values
 
-    def _locate(self, name: str) -> tuple[Any, str]:
-        """The open file that holds the tensor `name`, and its name there."""
-        stored = stored_name(self.config, name)
+    def _locate(self, name: str) -> tuple[Any, str, Slice | None]:
+        """The open file that holds the tensor `name`, the stored tensor that it is, and which part of that."""
+        names = self._names_in_folder(name)
         if self._within is not None:
-            stored = self._within.stored(f"decoder.{stored}")
-        if stored not in self._file_of:
-            raise InputError(
-                f"{self.folder} holds no tensor {stored!r}; it is not complete, or of another architecture"
-            )
-        return self._reader(self._file_of[stored]), stored
+            names = tuple(self._within.stored(f"decoder.{each}") for each in names)
+        for each in names:
+            of_expert = self._slices.get(each)
+            stored = each if of_expert is None else of_expert.stored
+            if stored in self._file_of:
+                return self._reader(self._file_of[stored]), stored, of_expert
+        raise InputError(f"{self.folder} holds no tensor {names[0]!r}; it is not complete, or of another architecture")
 
     def _locate_tensors(self) -> dict[str, str]:
         if (self.folder / INDEX).exists() and not (self.folder / WEIGHTS).exists():

@@ -9,11 +9,11 @@ embedding keeps rows that are not centred, and is a matrix of its own from then 
 from __future__ import annotations
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Family, Fold, Values, config_of, flag_of, number_of, partial_of, sliding_of
+from penjing.core.folded.fold import Family, Fold, Values, config_of, flag_of, partial_of
 
 GELUS = {"gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 TANH_FIRST = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
-_ONE_NORM = {"post_attention_layernorm": "input_layernorm"}
+ONE_NORM = {"post_attention_layernorm": "input_layernorm"}
 
 
 def _starcoder2(values: Values, source: str) -> Fold:
@@ -21,21 +21,23 @@ def _starcoder2(values: Values, source: str) -> Fold:
     changes, how = centred(values, source, "norm", "shift", *bias)
     changes["sliding_window"] = values.get("sliding_window")
     names = {"mlp.gate_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-    return Fold(config_of(_named(values, "norm_epsilon"), source, **changes, **_gateless(values)), names, **how)
+    return Fold(config_of(with_eps(values, "norm_epsilon"), source, **changes, **_gateless(values)), names, **how)
 
 
 def _phi(values: Values, source: str) -> Fold:
     refuse(values, source, "qk_layernorm")
     changes, how = centred(values, source, "norm", "shift", "qkv", "out", "mlp", "head")
-    config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, **_gateless(values), parallel=True)
+    config, rotary = partial_of(
+        with_eps(values, "layer_norm_eps"), source, **changes, **_gateless(values), parallel=True
+    )
     names = {"self_attn.o_proj": "self_attn.dense", "mlp.gate_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
-    return Fold(config, names | _ONE_NORM, {"model.norm": "model.final_layernorm"}, rotary=rotary, **how)
+    return Fold(config, names | ONE_NORM, {"model.norm": "model.final_layernorm"}, rotary=rotary, **how)
 
 
 def _gpt_neox(values: Values, source: str) -> Fold:
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     changes, how = centred(values, source, "norm", "shift", "mlp", *bias)
-    named = _named(values, "layer_norm_eps")
+    named = with_eps(values, "layer_norm_eps")
     for theirs, ours in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
         if theirs in values:
             named[ours] = values[theirs]
@@ -59,24 +61,13 @@ def _gpt_neox(values: Values, source: str) -> Fold:
     )
 
 
-def _cohere(values: Values, source: str) -> Fold:
-    refuse(values, source, "use_qk_norm")
-    bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
-    changes, how = centred(values, source, "norm", *bias)
-    if values["model_type"] == "cohere2":
-        changes |= sliding_of(values, source, values.get("sliding_window_pattern", 4))
-        changes["layer_rotary"] = ["none" if kind == "full_attention" else "main" for kind in changes["layer_types"]]
-    config = config_of(_named(values, "layer_norm_eps"), source, **changes, parallel=True)
-    return Fold(config, _ONE_NORM, final=number_of(values, "logit_scale", source), interleaved=True, **how)
-
-
 def _stablelm(values: Values, source: str) -> Fold:
     refuse(values, source, "qk_layernorm")
     bias = ("qkv",) if flag_of(values, "use_qkv_bias", source) else ()
     parallel = flag_of(values, "use_parallel_residual", source)
     changes, how = centred(values, source, "norm", "shift", *bias)
-    config, rotary = partial_of(_named(values, "layer_norm_eps"), source, **changes, parallel=parallel)
-    return Fold(config, _ONE_NORM if parallel else {}, rotary=rotary, **how)
+    config, rotary = partial_of(with_eps(values, "layer_norm_eps"), source, **changes, parallel=parallel)
+    return Fold(config, ONE_NORM if parallel else {}, rotary=rotary, **how)
 
 
 def _nemotron(values: Values, source: str) -> Fold:
@@ -84,7 +75,7 @@ def _nemotron(values: Values, source: str) -> Fold:
     bias += ("mlp",) if flag_of(values, "mlp_bias", source) else ()
     changes, how = centred(values, source, "norm", "shift", *bias)
     gateless: Values = {"mlp_gated": False, "activation": "relu2"}
-    config, rotary = partial_of(_named(values, "norm_eps"), source, **changes, **gateless)
+    config, rotary = partial_of(with_eps(values, "norm_eps"), source, **changes, **gateless)
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, plus_one=True, rotary=rotary, **how)
 
 
@@ -92,7 +83,7 @@ def _jais2(values: Values, source: str) -> Fold:
     bias = ("qkv", "out") if flag_of(values, "attention_bias", source) else ()
     bias += ("mlp",) if flag_of(values, "mlp_bias", source) else ()
     changes, how = centred(values, source, "norm", "shift", *bias)
-    config = config_of(_named(values, "layer_norm_eps"), source, **changes, mlp_gated=False, activation="relu2")
+    config = config_of(with_eps(values, "layer_norm_eps"), source, **changes, mlp_gated=False, activation="relu2")
     return Fold(config, {"mlp.gate_proj": "mlp.up_proj"}, **how)
 
 
@@ -123,7 +114,7 @@ def _gateless(values: Values) -> Values:
     return {"mlp_gated": False, "activation": GELUS[values["hidden_act"]]}
 
 
-def _named(values: Values, eps: str) -> Values:
+def with_eps(values: Values, eps: str) -> Values:
     """`values` with what the norms add to the variance under our name."""
     return values | {"rms_norm_eps": values[eps]}
 
@@ -135,14 +126,6 @@ def refuse(values: Values, source: str, *names: str) -> None:
             raise InputError(f"{source}: {name}={values[name]!r} is not supported")
 
 
-_COHERE: Values = {
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-5,
-    "logit_scale": 0.0625,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "rope_theta": 10000.0,
-}
 # What transformers assumes when a config.json leaves the field out.
 CENTRED: dict[str, Family] = {
     "starcoder2": Family(
@@ -178,8 +161,6 @@ CENTRED: dict[str, Family] = {
         },
         ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     ),
-    "cohere": Family(_cohere, _COHERE | {"rope_theta": 500000.0}),
-    "cohere2": Family(_cohere, _COHERE | {"sliding_window": 4096}),
     "stablelm": Family(
         _stablelm,
         {

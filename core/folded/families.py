@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from penjing.core.errors import InputError
 from penjing.core.folded.centred import CENTRED
+from penjing.core.folded.cohere import COHERES
 from penjing.core.folded.experts import EXPERTS
+from penjing.core.folded.falcon import FALCON
 from penjing.core.folded.fold import (
     Family,
     Fold,
@@ -23,11 +25,14 @@ from penjing.core.folded.fold import (
     partial_of,
     ropes_of,
     sliding_of,
+    unrotated_of,
 )
 from penjing.core.folded.gemma import GEMMAS
 from penjing.core.folded.gpt_oss import GPT_OSS
 from penjing.core.folded.granite import GRANITES
+from penjing.core.folded.hunyuan import HUNYUANS
 from penjing.core.folded.learned import LEARNED
+from penjing.core.folded.phimoe import PHIMOE
 from penjing.core.models.hf_config import FOLDED
 
 _AROUND_GLM = {
@@ -62,8 +67,9 @@ def fold_from_hf(values: Values, source: str) -> Fold:
     if "rope_parameters" in usual and values.get("rope_scaling"):  # as older folders call them: none is usual beside it
         theta = usual["rope_parameters"]["rope_theta"]
         usual = usual | {"rope_theta": theta, "rope_parameters": values["rope_scaling"]}
-    given = usual | {name: each for name, each in values.items() if each is not None or name in _NONE}
-    names = ("hidden_activation", "hidden_act", "activation_function")
+    given = {name: each for name, each in values.items() if each is not None or name in _NONE}
+    given = usual | {ours: given[name] for name, ours in family.aliases.items() if name in given} | given
+    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
     activation = next((given[name] for name in names if given.get(name)), family.activations[0])
     if activation not in family.activations:
         known = " or ".join(family.activations)
@@ -99,17 +105,7 @@ def _olmo3(values: Values, source: str) -> Fold:
 
 
 def _exaone4(values: Values, source: str) -> Fold:
-    pattern = values.get("sliding_window_pattern", 4)
-    layers = count_of(values, "num_hidden_layers", source)
-    if pattern == "":
-        raise InputError(f"{source}: sliding_window_pattern is empty; it names kinds of layers, such as LLLG")
-    if values.get("layer_types") is None and isinstance(pattern, str):
-        types = [pattern[layer % len(pattern)] == "L" and layer < layers - 1 for layer in range(layers)]
-        values = values | {"layer_types": ["sliding_attention" if near else "full_attention" for near in types]}
-    sliding = sliding_of(values, source, 0 if isinstance(pattern, str) else pattern)
-    hybrid = values.get("sliding_window") is not None
-    kinds = ["main" if kind == "sliding_attention" else "none" for kind in sliding["layer_types"]] if hybrid else None
-    return Fold(config_of(values, source, norms="after", qk_norm=True, layer_rotary=kinds, **sliding), _AFTER)
+    return Fold(config_of(values, source, norms="after", qk_norm=True, **unrotated_of(values, source)), _AFTER)
 
 
 def _phi3(values: Values, source: str) -> Fold:
@@ -180,25 +176,6 @@ def _ministral3(values: Values, source: str) -> Fold:
     original = number_of(rope, "original_max_position_embeddings", source)
     context = int(min(original, number_of(values, "max_position_embeddings", source)))
     return Fold(config_of(values, source, max_position_embeddings=context, sliding_window=values.get("sliding_window")))
-
-
-def _hunyuan(values: Values, source: str) -> Fold:
-    """Norms of heads follow the rotation, whose base may have a factor, `alpha`, that goes by the name of dynamic."""
-    theta, scaling = values.get("rope_theta", 10000.0), Values()
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(section := values.get(name) or {}, dict):
-            raise InputError(f"{source}: {name} must be an object (got {section!r})")
-        scaling |= section
-    changes: Values = {"qk_norm": True, "qk_norm_rotated": True}
-    rope: Values = {"rope_parameters": {"rope_theta": theta, **scaling}}
-    if scaling.get("rope_type", scaling.get("type")) == "dynamic" and scaling.get("alpha"):
-        size = config_of(values, source, {}, **changes).head_dim
-        if size < 4:
-            raise InputError(f"{source}: head_dim={size}: alpha needs at least 4")
-        base = number_of({"rope_theta": theta} | scaling, "rope_theta", source)
-        rope = {"rope_theta": base * number_of(scaling, "alpha", source) ** (size / (size - 2))}
-    names = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
-    return Fold(config_of(values, source, rope, **changes), names)
 
 
 def _youtu(values: Values, source: str) -> Fold:
@@ -360,7 +337,6 @@ _FAMILIES: dict[str, Family] = (
             {"max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "tie_word_embeddings": False},
             ("relu2",),
         ),
-        "hunyuan_v1_dense": Family(_hunyuan, {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
         "youtu": Family(_youtu, {"max_position_embeddings": 131072, "tie_word_embeddings": True}),
         "seed_oss": Family(
             _seed_oss,
@@ -368,9 +344,13 @@ _FAMILIES: dict[str, Family] = (
         ),
     }
     | CENTRED
+    | COHERES
+    | FALCON
+    | HUNYUANS
     | GEMMAS
     | GRANITES
     | EXPERTS
     | GPT_OSS
     | LEARNED
+    | PHIMOE
 )

@@ -15,6 +15,7 @@ from penjing.core.models.hf_variants import latent_from_hf
 Values = dict[str, Any]
 LARGEST = 1e18  # of a factor: its square is still a float32, and an integer of hundreds of digits is none
 _PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERT_TYPES = ("mixtral", "qwen3_moe", "dots1", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,19 @@ class Fold:
     """A network as it is stored and how its tensors become those of `config`.
 
     Attributes:
-        names: module of ours in a layer → its name in the folder, where that is another.
+        names: module of ours in a layer → its name in the folder, where that is another; of experts with * for their
+            number, and of what is no weight or bias of a module the whole name.
         outside: the same of modules outside layers.
         layers: what the names of a layer's tensors begin with there.
+        spelled: `names` where folders have one of several names: as published, or as transformers 5 has them.
         fused: q, k, v are one matrix `self_attn.qkv_proj` there.
-        fused_heads: so they are, with q, k and v of one head behind each other.
-        fused_mlp: gate and up are one matrix `gate_up_proj` there.
+        fused_heads: so they are, with the queries, keys and values of one head of keys behind each other.
+        fused_mlp: gate and up are one matrix `gate_up_proj` there, but for experts'.
         plus_one: norms multiply by 1 + w.
         embedding, final: factors of the embedding and of the last norm.
         query: factor of the queries.
         residual: factor of what attention and MLP add: of their last matrix, or of the norm behind it.
+        experts: factor of what experts and the MLP beside them add, too.
         rotary: dimensions of a head that rotate, the first ones.
         interleaved: 2i and 2i + 1 rotate together there; else i and i + rotary / 2.
         backwards: all rotate the other way there, which is the same of heads whose halves are exchanged.
@@ -45,12 +49,14 @@ class Fold:
         first_position: rows of the table of positions that stand before that of the first.
         more_layers: the folder has layers beyond those of the network, which guess further tokens.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
+        apart: beginnings of names of what guesses further tokens.
     """
 
     config: DecoderConfig
     names: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
     layers: str = "model.layers."
+    spelled: dict[str, tuple[str, ...]] = field(default_factory=dict)
     fused: bool = False
     fused_heads: bool = False
     fused_mlp: bool = False
@@ -59,6 +65,7 @@ class Fold:
     final: float = 1.0
     query: float = 1.0
     residual: float = 1.0
+    experts: float = 1.0
     rotary: int = 0
     interleaved: bool = False
     backwards: bool = False
@@ -71,6 +78,7 @@ class Fold:
     first_position: int = 0
     more_layers: bool = False
     unused: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,14 @@ class Family:
         defaults: what transformers assumes when a config.json leaves the field out.
         activations: what it may name; the first is assumed.
         also: another architecture that such a folder may name.
+        aliases: other names of fields → those that are read.
     """
 
     read: Callable[[Values, str], Fold]
     defaults: Values
     activations: tuple[str, ...] = ("silu", "swish")
     also: str | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 def config_of(values: Values, source: str, rope: Values | None = None, **changes: Any) -> DecoderConfig:
@@ -101,7 +111,7 @@ def config_of(values: Values, source: str, rope: Values | None = None, **changes
         made = parse_config(DecoderConfig, base.model_dump() | {"model_type": NATIVE} | changes, source)
     except ConfigError as error:
         raise InputError(str(error)) from None
-    for kind in () if made.departures() else _PLAIN_TYPES:
+    for kind in () if made.departures() else _PLAIN_TYPES if made.moe is None else _EXPERT_TYPES:
         candidate = made.model_copy(update={"model_type": kind})
         try:
             decoder_config_to_hf(candidate)
@@ -127,6 +137,33 @@ def sliding_of(values: Values, source: str, pattern: Any) -> Values:
     return {"layer_types": types, "sliding_window": window if slides else None}
 
 
+def unrotated_of(values: Values, source: str) -> Values:
+    """`sliding_of` of EXAONE, by numbers or by letters, and `layer_rotary`: beside layers that slide those that see all
+    do not rotate."""
+    pattern = values.get("sliding_window_pattern", 4)
+    layers = count_of(values, "num_hidden_layers", source)
+    if pattern == "":
+        raise InputError(f"{source}: sliding_window_pattern is empty; it names kinds of layers, such as LLLG")
+    if values.get("layer_types") is None and isinstance(pattern, str):
+        types = [pattern[layer % len(pattern)] == "L" and layer < layers - 1 for layer in range(layers)]
+        values = values | {"layer_types": ["sliding_attention" if near else "full_attention" for near in types]}
+    sliding = sliding_of(values, source, 0 if isinstance(pattern, str) else pattern)
+    hybrid = values.get("sliding_window") is not None
+    kinds = ["main" if kind == "sliding_attention" else "none" for kind in sliding["layer_types"]] if hybrid else None
+    return sliding | {"layer_rotary": kinds}
+
+
+def dense_of(values: Values, source: str, first: int) -> tuple[int, ...]:
+    """Layers that keep a plain MLP where others have experts: as mlp_layer_types says, or the `first` ones."""
+    layers = count_of(values, "num_hidden_layers", source)
+    kinds = values.get("mlp_layer_types")
+    if kinds is None:
+        return tuple(range(min(first, layers)))
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise InputError(f"{source}: mlp_layer_types must name dense or sparse for {layers} layers")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
 def ropes_of(values: Values, source: str, main: float, local: float) -> tuple[Values, float]:
     """Rotary settings of full layers as Llama spells them, and the base of sliding layers."""
     rope = values.get("rope_parameters")
@@ -138,6 +175,8 @@ def ropes_of(values: Values, source: str, main: float, local: float) -> tuple[Va
         whole, near = (dict(section) for section in sections)
         if near.get("rope_type", "default") != "default":
             raise InputError(f"{source}: rotary scaling of sliding layers is not supported")
+        if near.get("partial_rotary_factor", 1.0) != 1.0:
+            raise InputError(f"{source}: partial_rotary_factor of sliding layers is not supported")
         whole.setdefault("rope_theta", values.get("rope_theta", main))
         theta = near.get("rope_theta", values.get("rope_local_base_freq", local))
         return {"rope_parameters": whole}, number_of({"rope_theta": theta}, "rope_theta", source)
@@ -189,6 +228,14 @@ def count_of(values: Values, name: str, source: str, most: int = 10_000) -> int:
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise InputError(f"{source}: {name} must be a positive whole number (got {value!r})")
+    return value
+
+
+def whole_of(values: Values, name: str, source: str) -> int:
+    """A whole number that may be 0."""
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise InputError(f"{source}: {name} must be a whole number (got {value!r})")
     return value
 
 

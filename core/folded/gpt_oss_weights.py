@@ -17,6 +17,7 @@ from torch import Tensor
 from penjing.core.errors import InputError
 from penjing.core.folded.gpt_oss import NAME
 from penjing.core.folded.weights import FoldedCheckpoint
+from penjing.core.models.tensor_names import Slice
 
 METHOD = "mxfp4"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4 bits without the sign, which is the highest
@@ -100,19 +101,22 @@ class GptOssCheckpoint(FoldedCheckpoint):
         return self._dtype_of(f"{part.stack}_bias" if part.is_bias else part.stack)
 
     def _slice(self, theirs: str, expert: int) -> Tensor:
-        reader, stored = self._locate(theirs)
+        reader, stored, _ = self._locate(theirs)
         try:
             return reader.get_slice(stored)[expert]
         except SafetensorError as error:
             raise InputError(f"{self.folder}: cannot read {stored}: {error}") from error
 
     def _dtype_of(self, theirs: str) -> str:
-        reader, stored = self._locate(theirs)
+        reader, stored, _ = self._locate(theirs)
         return reader.get_slice(stored).get_dtype()
 
     def _shape_of(self, theirs: str) -> tuple[int, ...]:
-        reader, stored = self._locate(theirs)
+        reader, stored, _ = self._locate(theirs)
         return tuple(reader.get_slice(stored).get_shape())
+
+    def _experts_in(self, stored: str, num_experts: int) -> dict[str, Slice]:
+        return {}  # its stacks lie otherwise
 
     def _parts_of(self, stored: str) -> list[str]:
         found = _STACK.fullmatch(stored)

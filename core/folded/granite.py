@@ -15,12 +15,34 @@ from penjing.core.folded.fold import (
     latent_of,
     number_of,
     sliding_of,
+    whole_of,
 )
 from penjing.core.models.config import DecoderConfig
+
+_HALVES = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
 
 def _granite(values: Values, source: str) -> Fold:
     return _scaled(config_of(values, source), values, source)
+
+
+def _granite_moe(values: Values, source: str) -> Fold:
+    return _with_experts(values, source, {})
+
+
+def _with_experts(values: Values, source: str, changes: Values) -> Fold:
+    """Experts, and the MLP that all tokens take beside them where there is one, hold gate and up together."""
+    moe = {
+        "num_experts": count_of(values, "num_local_experts", source),
+        "num_experts_per_tok": count_of(values, "num_experts_per_tok", source),
+        "moe_intermediate_size": whole_of(values, "intermediate_size", source),
+        "shared_expert_intermediate_size": whole_of(values, "shared_intermediate_size", source),
+    }
+    names = {f"mlp.experts.*.{part}_proj": f"block_sparse_moe.experts.*.{part}_proj" for part in ("gate", "up", "down")}
+    names |= {f"mlp.shared_experts.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _HALVES.items()}
+    router = {"mlp.gate": ("block_sparse_moe.router.layer", "block_sparse_moe.router")}
+    config = config_of(values, source, moe=moe, **changes)
+    return _scaled(config, values, source, names, spelled=router, fused_mlp=True)
 
 
 def _granite_swa(values: Values, source: str) -> Fold:
@@ -41,24 +63,26 @@ def _granite_swa(values: Values, source: str) -> Fold:
         if used:
             changes["rope_theta"] = used[0]
             changes["rope_local_theta"] = used[-1]
-    return _scaled(config_of(values, source, attention_sinks=True, **changes), values, source)
+    changes["attention_sinks"] = True
+    if values["model_type"] == "granitemoe_swa":
+        return _with_experts(values, source, changes)
+    return _scaled(config_of(values, source, **changes), values, source)
 
 
 def _granite_hybrid(values: Values, source: str) -> Fold:
-    """Granite 4 where it is a plain decoder: attention in all layers and no experts beside the MLP."""
+    """Granite 4 where all layers have attention, with experts beside the MLP or without."""
     kinds = values.get("layer_types") or values.get("layers_block_type") or ["mamba"]
     if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"attention", "full_attention"}:
         raise InputError(f"{source}: layer_types names layers without attention, which are not supported")
-    if values.get("num_local_experts"):
-        many = values["num_local_experts"]
-        raise InputError(f"{source}: num_local_experts={many!r}: experts of granitemoehybrid are not supported")
     position = values.get("position_embedding_type")
     if position not in ("rope", "nope", None):
         raise InputError(f"{source}: position_embedding_type {position!r} is not supported; rope, nope and null are")
     layers = count_of(values, "num_hidden_layers", source)
     rotary = None if position == "rope" else ["none"] * layers
+    if values["num_local_experts"] != 0:
+        return _with_experts(values, source, {"layer_rotary": rotary})
     config = config_of(values | {"intermediate_size": values["shared_intermediate_size"]}, source, layer_rotary=rotary)
-    names = {"mlp.gate_up_proj": "shared_mlp.input_linear", "mlp.down_proj": "shared_mlp.output_linear"}
+    names = {f"mlp.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _HALVES.items()}
     return _scaled(config, values, source, names, fused_mlp=True)
 
 
@@ -103,6 +127,7 @@ def _scaled(config: DecoderConfig, values: Values, source: str, names: Values | 
     )
 
 
+_EXPERTS: Values = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _ONES: Values = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
 # What transformers assumes when a config.json leaves the field out.
 GRANITES: dict[str, Family] = {
@@ -125,7 +150,38 @@ GRANITES: dict[str, Family] = {
             "max_position_embeddings": 2048,
             "attention_multiplier": 1.0,
             "shared_intermediate_size": 1024,
-            "num_local_experts": 8,
+            **_EXPERTS,
+            **_ONES,
+        },
+    ),
+    "granitemoe": Family(
+        _granite_moe,
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "shared_intermediate_size": 0,
+            **_EXPERTS,
+            **_ONES,
+        },
+    ),
+    "granitemoeshared": Family(
+        _granite_moe,
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "shared_intermediate_size": 1024,
+            **_EXPERTS,
+            **_ONES,
+        },
+    ),
+    "granitemoe_swa": Family(
+        _granite_swa,
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "shared_intermediate_size": 0,
+            "sliding_window": 128,
+            **_EXPERTS,
             **_ONES,
         },
     ),

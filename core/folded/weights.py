@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import yarn_magnitudes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj")
+_MLP = ("gate_proj", "up_proj")
 _TABLES = ("embed_tokens", "embed_positions")
-_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+_MLPS = ("mlp", "mlp.shared_experts")
+_WRITERS = ("self_attn.o_proj", ".down_proj")
+_OF_EXPERTS = ("mlp.experts.", "mlp.shared_experts.")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_CHOICE = "mlp.e_score_correction_bias"
 _AFTER = ("attention_output_norm.", "mlp_output_norm.")
 _BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
 
@@ -43,6 +49,12 @@ class FoldedCheckpoint(Checkpoint):
         """Whether the folder holds the very tensors of the network, under its names."""
         return self._fold == Fold(self.config)
 
+    def _name_in_model(self, stored: str) -> str:
+        return stored  # `Fold` has their names
+
+    def _names_in_folder(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
     def get(self, name: str) -> torch.Tensor:
         """See `Checkpoint`; in float32 where it is changed."""
         return self._centred(name) if self._fold.centred else self._plain(name)
@@ -54,6 +66,8 @@ class FoldedCheckpoint(Checkpoint):
             norm = self.config.head_dim if module.endswith((".q_norm", ".k_norm")) else self.config.hidden_size
             return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
         theirs, rows = self._place(name)
+        if name.endswith(_CHOICE):
+            return (math.prod(super().shape(theirs)),)  # ERNIE's is one row
         first, *others = reversed(super().shape(theirs)) if self._is_transposed(theirs) else super().shape(theirs)
         return (first if rows is None else rows.count(first), *others)
 
@@ -83,6 +97,8 @@ class FoldedCheckpoint(Checkpoint):
             return self._changed(name, torch.ones(self.shape(name)))
         theirs, rows = self._place(name)
         tensor = super().get(theirs)
+        if name.endswith(_CHOICE):
+            return tensor.flatten()
         tensor = tensor.t() if self._is_transposed(theirs) else tensor
         return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
 
@@ -127,8 +143,8 @@ class FoldedCheckpoint(Checkpoint):
             leaf == "self_attn.q_proj.bias" and not config.qk_norm
         ):
             factor = fold.query
-        elif leaf.startswith(("self_attn.o_proj.", "mlp.down_proj.") if config.norms == "before" else _AFTER):
-            factor = fold.residual
+        elif leaf.startswith(_AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(_WRITERS):
+            factor = fold.residual * (fold.experts if leaf.startswith(_OF_EXPERTS) else 1.0)
         elif embedding:
             factor = fold.embedding
         elif layer is None and norm:
@@ -148,24 +164,37 @@ class FoldedCheckpoint(Checkpoint):
             first = fold.first_position if module == "model.embed_positions" else 0
             rows = _Rows(first, first + config.max_position_embeddings) if first else None
             return f"{fold.outside.get(module, module)}.{kind}", rows
+        if leaf in fold.names:
+            return f"{fold.layers}{layer}.{fold.names[leaf]}", None
         rows = None
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         if fold.fused and module in _QKV:
             at = _QKV.index(module)
             begin = (0, query, query + key)[at]
-            rows = _Rows(begin, begin + (key if at else query), fold.fused_heads, config.head_dim)
+            heads = config.num_key_value_heads if fold.fused_heads else 0
+            rows = _Rows(begin, begin + (key if at else query), heads, config.head_dim, at)
             module = "self_attn.qkv_proj"
-        elif fold.fused_mlp and module in _MLP:
+        elif fold.fused_mlp and module.endswith(_MLP) and _EXPERT.search(module) is None:
+            block, _, part = module.rpartition(".")
             inner = config.ffn_size(layer)
-            begin = inner * _MLP.index(module)
-            module, rows = "mlp.gate_up_proj", _Rows(begin, begin + inner)
-        return f"{fold.layers}{layer}.{fold.names.get(module, module)}.{kind}", rows
+            if block != "mlp" and config.moe is not None:
+                inner = config.moe.shared_expert_intermediate_size
+            begin = inner * _MLP.index(part)
+            module, rows = f"{block}.gate_up_proj", _Rows(begin, begin + inner)
+        return f"{fold.layers}{layer}.{self._module_in_folder(module)}.{kind}", rows
+
+    def _module_in_folder(self, module: str) -> str:
+        number = _EXPERT.search(module)
+        if number is None:
+            return self._fold.names.get(module, module)
+        numbered = _EXPERT.sub("*", module)
+        return self._fold.names.get(numbered, numbered).replace("*", number[0])
 
     def _parts_of(self, stored: str) -> list[str]:
         """Our names of what the tensor `stored` holds."""
         fold = self._fold
         module, _, kind = stored.rpartition(".")
-        if stored.endswith(fold.unused):
+        if stored.endswith(fold.unused) or stored.startswith(fold.apart):
             return []
         number, _, leaf = module.removeprefix(fold.layers).partition(".")
         if not module.startswith(fold.layers) or not number.isdecimal():
@@ -173,6 +202,8 @@ class FoldedCheckpoint(Checkpoint):
         elif fold.more_layers and int(number) >= self.config.num_hidden_layers:
             return []
         else:
+            if whole := [ours for ours, name in fold.names.items() if name == f"{leaf}.{kind}"]:
+                return [f"model.layers.{number}.{ours}" for ours in whole]
             own = [each for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
             found = [f"model.layers.{number}.{each}" for each in own]
         shifts = kind == "bias" and "shift" in fold.stored
@@ -184,42 +215,57 @@ class FoldedCheckpoint(Checkpoint):
     def _fused(self, module: str) -> tuple[str, ...]:
         if self._fold.fused and module == "self_attn.qkv_proj":
             return _QKV
-        return _MLP if self._fold.fused_mlp and module == "mlp.gate_up_proj" else (module,)
+        block, _, leaf = module.rpartition(".")
+        together = self._fold.fused_mlp and leaf == "gate_up_proj" and block in _MLPS
+        return tuple(f"{block}.{part}" for part in _MLP) if together else (module,)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a matrix; with `heads` begin and end count as if the parts were whole, and each head of `size` has its
-    queries, keys and values behind each other."""
+    """Rows of a matrix; with `heads` of keys those of queries, keys or values, as `part` says: each head of keys, of
+    `size`, has its queries, its keys and its values behind each other."""
 
     begin: int
     end: int
-    heads: bool = False
+    heads: int = 0
     size: int = 0
+    part: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.heads:
             return tensor[self.begin : self.end]
-        at = self.begin // (self.end - self.begin)
-        return tensor.unflatten(0, (-1, 3, self.size))[:, at].flatten(0, 1)
+        parts = tensor.unflatten(0, (self.heads, -1, self.size))
+        return (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])[self.part].flatten(0, 2)
 
     def count(self, rows: int) -> int:
         """How many they are of a matrix of so many."""
-        return rows // 3 if self.heads else max(0, min(self.end, rows) - self.begin)
+        if not self.heads:
+            return max(0, min(self.end, rows) - self.begin)
+        keys = self.heads * self.size
+        return 0 if rows % keys else keys if self.part else rows - 2 * keys
 
 
 def _as_named(fold: Fold, names: frozenset[str]) -> Fold:
-    """`fold` of a folder whose tensors are `names`: those of the network without its head lack their first word."""
+    """`fold` of a folder whose tensors are `names`: those of the network without its head lack their first word, and of
+    several spellings it has one."""
     prefix = fold.layers.partition(".")[0] + "."
-    if fold.layers == "model.layers." or any(name.startswith(prefix) for name in names):
+    if fold.layers != "model.layers." and not any(name.startswith(prefix) for name in names):
+        outside = {ours: theirs.removeprefix(prefix) for ours, theirs in fold.outside.items()}
+        fold = replace(fold, layers=fold.layers.removeprefix(prefix), outside=outside)
+    if not fold.spelled:
         return fold
-    outside = {ours: theirs.removeprefix(prefix) for ours, theirs in fold.outside.items()}
-    return replace(fold, layers=fold.layers.removeprefix(prefix), outside=outside)
+    there = {_EXPERT.sub("*", name).removeprefix(fold.layers).partition(".")[2] for name in names}
+    there |= {name.rpartition(".")[0] for name in there}
+    found = {ours: next((each for each in known if each in there), known[0]) for ours, known in fold.spelled.items()}
+    return replace(fold, names=fold.names | found)
 
 
 def _named_so(theirs: str, names: dict[str, str]) -> list[str]:
     """Our names of the module `theirs`."""
-    return [ours for ours, name in names.items() if name == theirs] or [theirs]
+    number = _EXPERT.search(theirs)
+    if number is None:
+        return [ours for ours, name in names.items() if name == theirs] or [theirs]
+    return [each.replace("*", number[0]) for each in _named_so(_EXPERT.sub("*", theirs), names)]
 
 
 def _norm_before(leaf: str) -> str:

@@ -88,8 +88,16 @@ class MoEConfig(Config):
     num_experts: Whole = Field(gt=0, le=4096, description="Experts of a layer.")
     num_experts_per_tok: Whole = Field(gt=0, description="Experts that a token is sent to.")
     moe_intermediate_size: Whole = Field(gt=0, description="Inner width of one expert.")
-    scoring_func: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="How the router's outputs become scores."
+    scoring_func: Literal["softmax", "sigmoid", "sparsemixer"] = Field(
+        default="softmax",
+        description="How the router's outputs become scores. sparsemixer (Phi-3.5-MoE) chooses two, each weighed among "
+        "those that router_jitter_noise leaves, and the second without the first.",
+    )
+    router_jitter_noise: Number = Field(
+        default=0.0,
+        ge=0,
+        description="Of sparsemixer: half of how far below the largest an output may lie, as a share of its size or of "
+        "the largest, to be weighed against it.",
     )
     norm_topk_prob: Flag = Field(default=True, description="Whether the chosen scores are divided by their sum.")
     routed_scaling_factor: Number = Field(default=1.0, gt=0, description="Factor of the chosen scores.")
@@ -104,6 +112,10 @@ class MoEConfig(Config):
     router_bias: Flag = Field(
         default=False,
         description="Whether a bias is added to scores for the choice alone; load balancing moves it (DeepSeek-V3).",
+    )
+    router_bias_of: Literal["scores", "logits"] = Field(
+        default="scores",
+        description="What router_bias is added to: scores, or the router's outputs before they are (Kolibri).",
     )
     biases: Flag = Field(default=False, description="Whether the router and the experts' layers have biases (gpt-oss).")
     activation: Literal["silu", "clamped_swiglu"] = Field(
@@ -128,6 +140,16 @@ class MoEConfig(Config):
                 f"{self.topk_group} groups of {in_group} experts are too few to choose {self.num_experts_per_tok}; "
                 "raise topk_group or lower n_group"
             )
+        if self.scoring_func == "sparsemixer":
+            if self.num_experts_per_tok != 2 or self.n_group > 1 or self.router_bias or self.norm_topk_prob:
+                raise ValueError(
+                    "scoring_func='sparsemixer' has num_experts_per_tok=2 and norm_topk_prob=false, no groups and no "
+                    "router_bias"
+                )
+        elif self.router_jitter_noise:
+            raise ValueError(f"router_jitter_noise={self.router_jitter_noise:g} is of scoring_func='sparsemixer'")
+        if self.router_bias_of == "logits" and not self.router_bias:
+            raise ValueError("router_bias_of='logits' needs router_bias")
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError("shared_expert_gate needs a shared_expert_intermediate_size above 0")
         return self

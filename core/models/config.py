@@ -22,6 +22,19 @@ LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
 Rotary = Literal["main", "local", "none"]
 
 
+_BESIDE_EXPERTS = (  # departures of what stands around them
+    "attention_sinks",
+    "qk_norm_over",
+    "qk_norm_rotated",
+    "layer_rotary",
+    "rotary_pairs",
+    "norms",
+    "parallel",
+    "head_bias",
+    "table_hadamard",
+)
+
+
 class DecoderConfig(Config):
     """Everything that fixes a decoder's computation; sizes in elements, positions in tokens."""
 
@@ -247,9 +260,8 @@ class DecoderConfig(Config):
         found = self.departures()
         if found and self.model_type != "penjing":
             raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
-        elsewhere = ("attention_sinks", "qk_norm_over", "rotary_pairs", "table_hadamard")  # not where experts are
         alone = self.latent_attention is None and self.shared_layers == 1
-        beside = [each for each in found if not (alone and each.startswith(elsewhere))]
+        beside = [each for each in found if not (alone and each.partition("=")[0] in _BESIDE_EXPERTS)]
         if beside and (not alone or self.moe is not None):
             raise ValueError(f"{', '.join(beside)}: not beside moe, latent_attention or shared_layers")
         if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:

@@ -83,6 +83,23 @@ FOLDED = {
     "gptj": "GPTJForCausalLM",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "opt": "OPTForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "mellum": "MellumForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "flint": "FlintForCausalLM",
+    "kolibri1": "Kolibri1ForCausalLM",
 }
 """Types that `penjing import` turns into one of those above (`core.folded`)."""
 # What transformers assumes when a config.json leaves the field out.

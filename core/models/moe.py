@@ -150,9 +150,21 @@ class MoE(nn.Module):
         """(T, K) float32 weights and int64 experts of each token."""
         config = self.config
         logits_TN = self.gate(x_TE).to(torch.float32)
-        softmax = config.scoring_func == "softmax"
+        softmax = config.scoring_func != "sigmoid"
         score_TN = logits_TN.softmax(-1) if softmax else _sigmoid(logits_TN)
-        choice_TN = score_TN.detach()
+        if config.scoring_func == "sparsemixer":
+            weight_TK, expert_TK = _sparsemixer(logits_TN, 2 * config.router_jitter_noise)
+        else:
+            weight_TK, expert_TK = self._largest(logits_TN, score_TN)
+        if _watchers or torch.is_grad_enabled():  # unwatched too: a recomputed block must repeat every operation
+            share_TN = score_TN if softmax else score_TN / (score_TN.sum(-1, keepdim=True) + 1e-20)
+            if _watchers:
+                _watchers[-1].append(Routing(share_TN, expert_TK))
+        return weight_TK * config.routed_scaling_factor, expert_TK
+
+    def _largest(self, logits_TN: Tensor, score_TN: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        choice_TN = (logits_TN if config.router_bias_of == "logits" else score_TN).detach()
         if config.router_bias:
             choice_TN = choice_TN + self.e_score_correction_bias
         if config.n_group > 1:
@@ -161,11 +173,7 @@ class MoE(nn.Module):
         weight_TK = score_TN.gather(-1, expert_TK)
         if config.norm_topk_prob:
             weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
-        if _watchers or torch.is_grad_enabled():  # unwatched too: a recomputed block must repeat every operation
-            share_TN = score_TN if softmax else score_TN / (score_TN.sum(-1, keepdim=True) + 1e-20)
-            if _watchers:
-                _watchers[-1].append(Routing(share_TN, expert_TK))
-        return weight_TK * config.routed_scaling_factor, expert_TK
+        return weight_TK, expert_TK
 
     def _within_groups(self, choice_TN: Tensor) -> Tensor:
         """Minus infinity for experts outside the best `topk_group` groups. A group is as good as its best expert under
@@ -177,6 +185,22 @@ class MoE(nn.Module):
         kept = group_TG.topk(config.topk_group, dim=-1).indices
         outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(-1, kept, False)
         return choice_TGN.masked_fill(outside_TG[..., None], -torch.inf).flatten(-2)
+
+
+def _sparsemixer(logits_TN: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """The largest logit and the largest of the others, each weighed by a softmax of those that lie less than `margin`
+    below it, as a share of what is larger (https://arxiv.org/abs/2409.12136, as it infers): (T, 2) both. Training by
+    it differs from that paper: nothing is drawn."""
+    weights: list[Tensor] = []
+    experts: list[Tensor] = []
+    left_TN = logits_TN
+    for _ in range(2):
+        most_T1, expert_T1 = left_TN.detach().max(-1, keepdim=True)
+        far_TN = (most_T1 - logits_TN.detach()) / logits_TN.detach().abs().clamp(min=most_T1) > margin
+        weights.append(left_TN.masked_fill(far_TN, -torch.inf).softmax(-1).gather(-1, expert_T1))
+        experts.append(expert_T1)
+        left_TN = left_TN.scatter(-1, expert_T1, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
 def keep_out_of_graphs() -> None:

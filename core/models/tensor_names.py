@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
 
 POSITIONS = "model.embed_positions.weight"
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with names
 MAX_EXPERTS = 200_000  # over all layers; DeepSeek-V3 has 14 848
+# Of all experts of a layer: (experts, rows, inputs), the rows of gate above those of up.
+_STACK = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)|(.+\.block_sparse_moe)\.(input|output)_linear\.weight")
 
 
 def check_layers(num_hidden_layers: int, source: str) -> None:
@@ -45,6 +50,43 @@ def _renamed(config: DecoderConfig) -> tuple[tuple[str, str], ...]:
     if config.model_type == "qwen2_moe":
         return ((".mlp.shared_experts.", ".mlp.shared_expert."),)
     return ((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where the weight of one expert lies in a folder that holds all of a layer together: as transformers 5 keeps them,
+    and may save them, and as Granite's were published.
+
+    Attributes:
+        stored: the tensor of all of them.
+        part: which of `parts` equal blocks of its rows it is.
+    """
+
+    stored: str
+    expert: int
+    part: int
+    parts: int
+
+    def shape_in(self, stack: tuple[int, ...], num_experts: int) -> tuple[int, int] | None:
+        """(rows, inputs) of the weight; None where a stack of this shape does not hold so many experts."""
+        if len(stack) != 3 or stack[0] != num_experts or stack[1] % self.parts:
+            return None
+        return stack[1] // self.parts, stack[2]
+
+
+def experts_in(stored: str, num_experts: int) -> dict[str, Slice]:
+    """Name of each expert's weight, as if it were stored by itself → its place in the tensor `stored`; none where that
+    is no stack."""
+    found = _STACK.fullmatch(stored)
+    if found is None:
+        return {}
+    block, is_down = found[1] or found[3], found[2] == "down_proj" or found[4] == "output"
+    kinds = ("down_proj",) if is_down else ("gate_proj", "up_proj")
+    return {
+        f"{block}.experts.{expert}.{kind}.weight": Slice(stored, expert, part, len(kinds))
+        for expert in range(num_experts)
+        for part, kind in enumerate(kinds)
+    }
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -201,6 +201,8 @@ def _experts(moe: MoE) -> dict[str, Any]:
 def _expert_layers(moe: MoE) -> ExpertLayers:
     config, router = moe.config, _linear(moe.gate)
     assert isinstance(router, FloatLinear)
+    if config.shared_expert_gate:
+        router = FloatLinear(torch.cat((router.weight_NK.detach(), moe.shared_expert_gate.weight.detach())))
     every = [_mlp(moe.experts[index]) for index in range(config.num_experts)]  # pyright: ignore[reportArgumentType]
     shared = config.shared_expert_intermediate_size > 0
     every += [_mlp(moe.shared_experts)] if shared else []
@@ -216,6 +218,9 @@ def _expert_layers(moe: MoE) -> ExpertLayers:
         config.scoring_func == "sigmoid",
         moe.e_score_correction_bias if config.router_bias else None,
         shared,
+        config.shared_expert_gate,
+        2 * config.router_jitter_noise if config.scoring_func == "sparsemixer" else None,
+        config.router_bias_of == "logits",
     )
 
 
@@ -224,10 +229,14 @@ def unusual_experts(config: DecoderConfig) -> str | None:
     moe = config.moe
     if moe is None:
         return None
-    if moe.shared_expert_intermediate_size not in (0, moe.moe_intermediate_size):
-        return "the MLP that all tokens take is not as wide as an expert"
-    if moe.shared_expert_gate or (moe.shared_expert_intermediate_size and moe.activation != "silu"):
-        return "what all tokens take has a gate or an activation of its own"
+    if 0 < moe.shared_expert_intermediate_size < moe.moe_intermediate_size:
+        return "the MLP that all tokens take is narrower than an expert"
+    if moe.shared_expert_intermediate_size and moe.activation != "silu":
+        return "what all tokens take has an activation of its own"
+    if moe.shared_expert_intermediate_size and moe.scoring_func == "sparsemixer":
+        return "all tokens take something beside experts of sparsemixer"
+    if moe.shared_expert_gate and moe.biases:
+        return "the router has biases beside a gate of what all tokens take"
     return "its experts stand in groups" if moe.n_group > 1 else None
 
 

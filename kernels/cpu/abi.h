@@ -44,16 +44,19 @@ struct PjPart {
 
 // Experts in place of an MLP: a row goes to `per_row` of them, those with the largest scores of the router.
 struct PjExperts {
-    PjLinear router;          // (num_experts − shared, hidden), a float layer
+    PjLinear router;          // (num_experts − shared, hidden), a float layer; a row more: of the shared one's weight
     const PjLinear* gate_up;  // (num_experts, the layer's num_gate_up)
     const PjLinear* down;     // (num_experts)
     const float* bias;        // (num_experts − shared) added for the choice alone; null: nothing
     int64_t num_experts;
     int64_t per_row;          // with the shared ones
     float factor;             // of what the chosen ones give
+    float margin;             // 0 or above: two are chosen, as `sparsemixer` of core/models/moe.py does; else −1
     int32_t normed;           // their weights are divided by their sum
     int32_t logistic;         // scores become their logistic function, not shares of one
-    int32_t shared;           // 1: the last one takes every row, with the weight 1
+    int32_t bias_of_logits;   // `bias` is added to scores before that
+    int32_t shared;           // 1: the last one takes every row, with the weight 1 or the logistic function of its row of
+                              // the router; it is as wide as the others or wider
 };
 
 // One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart.

@@ -11,18 +11,42 @@ namespace {
 // Rows that are sent to experts together: their copies, inner rows and outputs are a few tens of megabytes.
 constexpr int64_t ROWS_TOGETHER = 256;
 
-// Turns a row's scores into shares of one, or into their logistic function, chooses the largest, with `bias` if there is
-// one, equals by index, and weighs them by their shares.
-void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, float* weight) {
-    const int64_t num = experts.num_experts - experts.shared, count = experts.per_row - experts.shared;
+// Chooses the largest of a row's scores and the largest of the others, equals by index, each weighed by a softmax of those
+// that lie less than `margin` below it, as a share of what is larger.
+void mix_two(const float* score, int64_t num, float margin, float factor, int32_t* chosen, float* weight) {
+    for (int k = 0; k < 2; ++k) {
+        int64_t best = k == 1 && chosen[0] == 0 ? 1 : 0;
+        const auto left = [&](int64_t i) { return k == 0 || i != chosen[0]; };
+        for (int64_t i = 0; i < num; ++i)
+            if (left(i) && score[i] > score[best]) best = i;
+        float total = 0;
+        for (int64_t i = 0; i < num; ++i) {
+            const float below = (score[best] - score[i]) / std::max(std::fabs(score[i]), score[best]);
+            if (left(i) && !(below > margin)) total += std::exp(score[i] - score[best]);
+        }
+        chosen[k] = static_cast<int32_t>(best);
+        weight[k] = factor / total;
+    }
+}
+
+// Turns a row's outputs of the router into shares of one, or into their logistic function.
+void score_experts(const PjExperts& experts, int64_t num, float* score) {
     if (experts.logistic) {
         for (int64_t i = 0; i < num; ++i) score[i] = 1 / (1 + std::exp(-score[i]));
-    } else {
-        const float peak = *std::max_element(score, score + num);
-        float total = 0;
-        for (int64_t i = 0; i < num; ++i) total += score[i] = std::exp(score[i] - peak);
-        for (int64_t i = 0; i < num; ++i) score[i] /= total;
+        return;
     }
+    const float peak = *std::max_element(score, score + num);
+    float total = 0;
+    for (int64_t i = 0; i < num; ++i) total += score[i] = std::exp(score[i] - peak);
+    for (int64_t i = 0; i < num; ++i) score[i] /= total;
+}
+
+// Chooses the experts with a row's largest scores, with `bias` if there is one, equals by index, and weighs them by their
+// scores.
+void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, float* weight) {
+    const int64_t num = experts.num_experts - experts.shared, count = experts.per_row - experts.shared;
+    if (experts.margin >= 0) return mix_two(score, num, experts.margin, experts.factor, chosen, weight);
+    if (!experts.bias_of_logits) score_experts(experts, num, score);
     // Each is the first behind the one before it, by standing and then by index; what is no number stands last.
     const auto standing = [&](int64_t i) {
         const float found = experts.bias ? score[i] + experts.bias[i] : score[i];
@@ -40,13 +64,14 @@ void choose_experts(const PjExperts& experts, float* score, int32_t* chosen, flo
         last = standing(best);
         before = best;
     }
+    if (experts.bias_of_logits) score_experts(experts, num, score);
     float total = 1e-20f;
     for (int64_t k = 0; k < count; ++k) total += score[chosen[k]];
     const float factor = experts.normed ? experts.factor / total : experts.factor;
     for (int64_t k = 0; k < count; ++k) weight[k] = score[chosen[k]] * factor;
     if (experts.shared) {
         chosen[count] = static_cast<int32_t>(num);
-        weight[count] = 1;
+        weight[count] = experts.router.n > num ? 1 / (1 + std::exp(-score[num])) : 1;
     }
 }
 
@@ -108,9 +133,10 @@ void Layers::experts_together(const Team& team, int64_t index, float* hidden, in
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const PjExperts& experts = *layer.experts;
     const Ops& ops = *step_.ops;
-    const int64_t width = model_.hidden, inner = layer.down.k, per_row = experts.per_row, places = count * per_row;
+    const int64_t width = model_.hidden, per_row = experts.per_row, places = count * per_row;
     const int num = layer.num_gate_up;
-    const int64_t stride = num * inner;
+    // The last expert may be wider. Its rows are the last ones, so that they begin behind those of the others.
+    const int64_t stride = num * experts.down[experts.num_experts - 1].k;
     Rows normed{};
     normed.x = to.normed;
     share_out(team, count, experts.router, [&](int64_t i) { enter_norm(layer.post_norm, normed, i, hidden + i * width); });
@@ -135,25 +161,32 @@ void Layers::experts_together(const Team& team, int64_t index, float* hidden, in
     };
     for (int64_t expert = 0; expert < experts.num_experts; ++expert)
         for (int i = 0; i < num; ++i)
-            product(experts.gate_up[expert * num + i], expert, to.act + i * inner, stride);
+            product(experts.gate_up[expert * num + i], expert, to.act + i * experts.down[expert].k, stride);
     sync(team, layer.down);
     const auto gated = layer.activation == CLAMPED ? ops.clamped_row : layer.activation ? ops.geglu_row : ops.swiglu_row;
     share_out(team, places, layer.down, [&](int64_t place) {
+        const PjLinear& down = experts.down[expert_of(place)];
+        const int64_t inner = down.k;
         const float* act = to.act + place * stride;
         if (num == 2) {
             gated(act, act + inner, inner, to.rows.x + place * inner);
             act = to.rows.x + place * inner;
         }
-        enter(experts.down[expert_of(place)], to.rows, place, act);
+        enter(down, to.rows, place, act);
     });
     for (int64_t expert = 0; expert < experts.num_experts; ++expert)
         product(experts.down[expert], expert, to.made, width);
     sync(team, after);
     share_out(team, count, after, [&](int64_t i) {
+        float *at = hidden + i * width, *sum = layer.down_norm ? to.normed + i * width : at;
+        if (layer.down_norm) std::fill_n(sum, width, 0.0f);
         for (int64_t k = i * per_row; k < (i + 1) * per_row; ++k) {
             const float* made = to.made + to.place[k] * width;
-            for (int64_t j = 0; j < width; ++j) hidden[i * width + j] += to.weight[k] * made[j];
+            for (int64_t j = 0; j < width; ++j) sum[j] += to.weight[k] * made[j];
         }
+        if (!layer.down_norm) return;
+        ops.rms_norm_row(sum, layer.down_norm, width, model_.eps, sum);
+        for (int64_t j = 0; j < width; ++j) at[j] += sum[j];
     });
 }
 

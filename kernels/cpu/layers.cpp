@@ -130,13 +130,16 @@ void Layers::add_normed(const Team& team, const float* norm, float* made, int64_
 void Layers::tail(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
                    int64_t count, const Buffers& b, const PjLinear& after) const {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const auto inner = [&](const PjLinear& next) {
+        if (layer.experts) experts(team, index, hidden, count, b.experts, next);
+        else mlp(team, index, hidden, who, count, b, next);
+    };
     if (layer.parallel) {
-        mlp(team, index, hidden, who, count, b, layer.out);
+        inner(layer.out);
         project(team, index, hidden, attended, who, count, b, after);
     } else {
         project(team, index, hidden, attended, who, count, b, layer.gate_up[0]);
-        if (layer.experts) experts(team, index, hidden, count, b.experts, after);
-        else mlp(team, index, hidden, who, count, b, after);
+        inner(after);
     }
 }
 

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -61,8 +61,10 @@ class Experts(ctypes.Structure):
         ("num_experts", c_int64),
         ("per_row", c_int64),
         ("factor", c_float),
+        ("margin", c_float),
         ("normed", c_int32),
         ("logistic", c_int32),
+        ("bias_of_logits", c_int32),
         ("shared", c_int32),
     )
 

@@ -33,8 +33,11 @@ STYLES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {},
     "gpt_oss": {"activation": "clamped_swiglu", "sinks": torch.linspace(-1, 1, HEADS)},
+    "qwen2_moe": {"out_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)},
+    "phimoe": {"parallel": True},
 }
-"""What layers of a kind have; gemma2 has caps too, mixtral and gpt_oss have experts."""
+"""What layers of a kind have; gemma2 has caps too."""
+EXPERTS = ("mixtral", "gpt_oss", "qwen2_moe", "phimoe")
 INT8_POOL = torch.ones(LAYERS, 2, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.int8)
 
 
@@ -63,13 +66,22 @@ def make_step(
         mlp = linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER)
         norms = torch.ones(HIDDEN), torch.ones(HIDDEN)
         experts = None
-        if style in ("mixtral", "gpt_oss"):
+        if style in EXPERTS:
             others = [(linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER)) for _ in range(4)]
+            how: dict[str, Any] = {"factor": 0.9}
+            if style == "gpt_oss":
+                how |= {"normed": False, "logistic": True, "bias": torch.linspace(0.1, -0.1, 4), "shared": True}
+            elif style == "qwen2_moe":
+                wide = 2 * INNER
+                others[-1] = linear(wide, HIDDEN), linear(wide, HIDDEN), linear(HIDDEN, wide)
+                how |= {"bias": torch.linspace(0.1, -0.1, 4), "shared": True, "shared_gate": True}
+                how |= {"logistic": True, "bias_of_logits": True}
+            elif style == "phimoe":
+                how |= {"margin": 0.3}
             gates, ups, downs = zip(mlp, *others, strict=True)
-            own = style == "gpt_oss"
-            router = FloatLinear(torch.randn(5 - own, HIDDEN, generator=generator), torch.linspace(-0.1, 0.1, 5 - own))
-            bias = torch.linspace(0.1, -0.1, 4) if own else None
-            experts = ExpertLayers(router, gates, ups, downs, 2, not own, 0.9, logistic=own, bias=bias, shared=own)
+            rows = 4 if style == "gpt_oss" else 5
+            router = FloatLinear(torch.randn(rows, HIDDEN, generator=generator), torch.linspace(-0.1, 0.1, rows))
+            experts = ExpertLayers(router, gates, ups, downs, 2, **how)
         return replace(
             LayerWeights(*qkv, linear(HIDDEN, q_size), *mlp, *norms, window=window, experts=experts), **STYLES[style]
         )
@@ -147,7 +159,7 @@ def test_int8_weights_change_the_logits_little(isa: CpuExtension, style: str) ->
     )
     error_R = (eights - floats).square().mean(-1)
     # Of few rows a router chooses another expert.
-    error = error_R.median() if style in ("mixtral", "gpt_oss") else error_R.mean()
+    error = error_R.median() if style in EXPERTS else error_R.mean()
     assert error.sqrt() < 0.05 * floats.std()
 
 

@@ -37,6 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe": EXPERTS | {"norm_topk_prob": False, "shared_expert_intermediate_size": 64, "shared_expert_gate": True},
     },
     "qwen3_moe": {"model_type": "qwen3_moe", "qk_norm": True, "moe": EXPERTS | {"mlp_only_layers": [1]}},
+    "parallel": {
+        "model_type": "penjing",
+        "parallel": True,
+        "layer_rotary": ("none", "main"),
+        "moe": EXPERTS | {"router_bias": True, "shared_expert_intermediate_size": 64},
+    },
 }
 
 

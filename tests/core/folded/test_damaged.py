@@ -27,7 +27,12 @@ FIELDS = (
     "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor", "norm_topk_prob", "n_group", "swiglu_limit",
     "swiglu_alpha", "layer_rope_theta", "ffn_dim", "word_embed_proj_dim", "rotary_dim", "multi_query", "enable_bias",
     "activation_function", "layer_norm_epsilon", "scale_attn_weights", "do_layer_norm_before",
-    "qk_rope_head_dim", "original_max_position_embeddings",
+    "qk_rope_head_dim", "original_max_position_embeddings", "mlp_layer_types", "num_shared_experts", "moe_topk",
+    "num_shared_expert", "moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_layer_start_index", "topk_group",
+    "moe_layer_end_index", "moe_layer_interval", "moe_norm_min", "router_scaling_factor", "expert_selection_fn",
+    "shared_expert_combination_strategy", "prefix_dense_sliding_window_pattern", "prefix_dense_intermediate_size",
+    "router_jitter_noise", "lm_head_bias", "alibi", "num_ln_in_parallel_attn", "num_kv_heads", "ffn_hidden_size",
+    "new_decoder_architecture", "parallel_attn", "activation",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},

@@ -17,6 +17,8 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
+from tests.core.folded.expert_cases import EXPERT_CASES
+from tests.core.folded.older_cases import OLDER_CASES
 
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
 SMALL: dict[str, Any] = {
@@ -68,213 +70,211 @@ LATENT: dict[str, Any] = {
 }
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
 LLAMA_4 = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
-CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
-    "gemma3_scaled": (
-        "gemma3_text",
-        {
-            "head_dim": 24,
-            "query_pre_attn_scalar": 20,
-            "sliding_window": 9,
-            "num_key_value_heads": 1,
-            "rope_parameters": {
-                "full_attention": LINEAR,
-                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+CASES: dict[str, tuple[str, dict[str, Any], str]] = (
+    {
+        "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 3}, "penjing"),
+        "gemma3_scaled": (
+            "gemma3_text",
+            {
+                "head_dim": 24,
+                "query_pre_attn_scalar": 20,
+                "sliding_window": 9,
+                "num_key_value_heads": 1,
+                "rope_parameters": {
+                    "full_attention": LINEAR,
+                    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+                },
             },
-        },
-        "penjing",
-    ),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.0156,
-            "tie_word_embeddings": True,
-            "mlp_bias": True,
-            "attention_bias": True,
-        },
-        "llama",
-    ),
-    "granite_untied": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0}, "llama"),
-    "smollm3": ("smollm3", {}, "penjing"),
-    "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 10}, "penjing"),
-    "olmo2": ("olmo2", {}, "penjing"),
-    "olmo3": ("olmo3", {"sliding_window": 10}, "penjing"),
-    "olmo3_yarn": (
-        "olmo3",
-        {
-            "sliding_window": 10,
-            "rope_parameters": {
-                "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "penjing",
+        ),
+        "granite": (
+            "granite",
+            {
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 8.0,
+                "residual_multiplier": 0.22,
+                "attention_multiplier": 0.0156,
+                "tie_word_embeddings": True,
+                "mlp_bias": True,
+                "attention_bias": True,
             },
-        },
-        "penjing",
-    ),
-    "phi3": ("phi3", {}, "llama"),
-    "phi3_window": ("phi3", {"sliding_window": 11}, "mistral"),
-    "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, "llama"),
-    "phi3_longrope_partial": (
-        "phi3",
-        {
-            "rope_parameters": LONGROPE
-            | {name: LONGROPE[name][:3] for name in ("short_factor", "long_factor")}
-            | {"partial_rotary_factor": 0.5},
-            "original_max_position_embeddings": 64,
-        },
-        "penjing",
-    ),
-    "phi3_partial": ("phi3", {"rope_parameters": PARTIAL}, "penjing"),
-    "exaone4": ("exaone4", {"sliding_window": 10}, "penjing"),
-    "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, "penjing"),
-    "glm": ("glm", {"head_dim": 12, "rope_parameters": PARTIAL | {"partial_rotary_factor": 2 / 3}}, "penjing"),
-    "glm4": ("glm4", {"head_dim": 16, "rope_parameters": PARTIAL}, "penjing"),
-    "helium": ("helium", {"head_dim": 12}, "llama"),
-    "ernie4_5": ("ernie4_5", {"head_dim": 12}, "llama"),
-    "ministral": ("ministral", {"sliding_window": 9, "head_dim": 12}, "mistral"),
-    "seed_oss": ("seed_oss", {"head_dim": 12}, "qwen2"),
-    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20} | CAPS, "penjing"),
-    "gemma2_uncapped": (
-        "gemma2",
-        {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": None},
-        "penjing",
-    ),
-    "arcee": ("arcee", {"mlp_bias": True}, "penjing"),
-    "starcoder2": ("starcoder2", {"sliding_window": 11}, "penjing"),
-    "starcoder2_untied": ("starcoder2", {"tie_word_embeddings": False, "use_bias": False}, "penjing"),
-    "phi": ("phi", {"rope_parameters": PARTIAL}, "penjing"),
-    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4, "rope_parameters": PARTIAL}, "penjing"),
-    "gpt_neox_in_turn": (
-        "gpt_neox",
-        {"num_key_value_heads": 4, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}
-        | {"rope_parameters": PARTIAL},
-        "penjing",
-    ),
-    "cohere": ("cohere", {"logit_scale": 0.5, "attention_bias": True}, "penjing"),
-    "cohere2": ("cohere2", {"sliding_window": 9, "logit_scale": 0.25}, "penjing"),
-    "stablelm": ("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}, "penjing"),
-    "stablelm_parallel": ("stablelm", {"rope_parameters": PARTIAL, "use_parallel_residual": True}, "penjing"),
-    "nemotron": ("nemotron", {"rope_parameters": PARTIAL}, "penjing"),
-    "nemotron_bias": ("nemotron", {"rope_parameters": PARTIAL, "attention_bias": True, "mlp_bias": True}, "penjing"),
-    "gemma": ("gemma", {"head_dim": 16}, "penjing"),
-    "gemma_untied": ("gemma", {"head_dim": 12, "tie_word_embeddings": False, "attention_bias": True}, "penjing"),
-    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20} | CAPS, "penjing"),
-    "granite_4": ("granitemoehybrid", GRANITE_4 | {"position_embedding_type": "rope"}, "llama"),
-    "granite_4_nope": ("granitemoehybrid", GRANITE_4 | {"tie_word_embeddings": True}, "penjing"),
-    "hyperclovax": (
-        "hyperclovax",
-        {"embedding_multiplier": 10.0, "logits_scaling": 0.125, "residual_multiplier": 0.3},
-        "penjing",
-    ),
-    "hyperclovax_before": (
-        "hyperclovax",
-        {"use_post_norm": False, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "tie_word_embeddings": True},
-        "llama",
-    ),
-    "internlm3": ("internlm3", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, "llama"),
-    "iquestcoder": ("iquestcoder", {"head_dim": 12}, "llama"),
-    "cwm": ("cwm", {"head_dim": 16, "sliding_window": 10}, "penjing"),
-    "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4}, "llama"),
-    "ministral3_window": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4, "sliding_window": 9}, "mistral"),
-    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 12, "rope_parameters": ALPHA}, "penjing"),
-    "hunyuan_plain": ("hunyuan_v1_dense", {"head_dim": 16, "attention_bias": True}, "penjing"),
-    "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 16, "scale_depth": None}, "penjing"),
-    "minicpm3_longrope": (
-        "minicpm3",
-        LATENT
-        | {"tie_word_embeddings": False, "original_max_position_embeddings": 64}
-        | {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 4.0]}},
-        "penjing",
-    ),
-    "youtu": ("youtu", LATENT, "penjing"),
-    "youtu_plain": ("youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}, "penjing"),
-    "nanochat": ("nanochat", {"final_logit_softcapping": 1.5}, "penjing"),
-    "nanochat_tied": ("nanochat", {"tie_word_embeddings": True}, "penjing"),
-    "jais2": ("jais2", {}, "penjing"),
-    "jais2_plain": ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}, "penjing"),
-    "gpt2": ("gpt2", {"n_inner": 40}, "penjing"),
-    "gpt2_wide": ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}, "penjing"),
-    "gpt_neo": (
-        "gpt_neo",
-        {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
-        "penjing",
-    ),
-    "gpt_neo_global": ("gpt_neo", {"num_layers": 4, "attention_types": [[["global"], 4]]}, "penjing"),
-    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 40}, "penjing"),
-    "gpt_bigcode_heads": ("gpt_bigcode", {"multi_query": False}, "penjing"),
-    "opt": ("opt", {"ffn_dim": 40, "word_embed_proj_dim": 48}, "penjing"),
-    "opt_plain": ("opt", {"word_embed_proj_dim": 48, "enable_bias": False, "tie_word_embeddings": False}, "penjing"),
-    "gptj": ("gptj", {"rotary_dim": 4, "n_inner": 40}, "penjing"),
-    "gptj_whole": ("gptj", {"rotary_dim": 12}, "penjing"),
-    "granite_swa": (
-        "granite_swa",
-        {
-            "sliding_window": 9,
-            "layer_rope_theta": [0, 10000.0, 500000.0, 10000.0],
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.2,
-        },
-        "penjing",
-    ),
-    "granite_swa_plain": (
-        "granite_swa",
-        {"sliding_window": 9, "attention_bias": True, "mlp_bias": True, "attention_multiplier": 12**-0.5},
-        "penjing",
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            "head_dim": 16,
-            "sliding_window": 9,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "rope_parameters": YARN | {"truncate": False},
-        },
-        "penjing",
-    ),
-    "gpt_oss_full": (
-        "gpt_oss",
-        {
-            "head_dim": 12,
-            "layer_types": ["full_attention"] * 4,
-            "sliding_window": 9,
-            "attention_bias": False,
-            "num_local_experts": 3,
-            "num_experts_per_tok": 3,
-            "tie_word_embeddings": True,
-        },
-        "penjing",
-    ),
-    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}, "penjing"),
-    "glm4_moe": (
-        "glm4_moe",
-        {
-            "head_dim": 16,
-            "rope_parameters": PARTIAL,
-            "moe_intermediate_size": 24,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "routed_scaling_factor": 1.5,
-        },
-        "penjing",
-    ),
-    "apertus": ("apertus", {}, "penjing"),
-    "apertus_bias": ("apertus", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}, "penjing"),
-    "bitnet": ("bitnet", {"hidden_act": "relu2"}, "penjing"),
-    "bitnet_tied": ("bitnet", {"tie_word_embeddings": True, "attention_bias": True}, "penjing"),
-    "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
-    "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
-}
+            "llama",
+        ),
+        "granite_untied": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0}, "llama"),
+        "smollm3": ("smollm3", {}, "penjing"),
+        "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 10}, "penjing"),
+        "olmo2": ("olmo2", {}, "penjing"),
+        "olmo3": ("olmo3", {"sliding_window": 10}, "penjing"),
+        "olmo3_yarn": (
+            "olmo3",
+            {
+                "sliding_window": 10,
+                "rope_parameters": {
+                    "full_attention": YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                },
+            },
+            "penjing",
+        ),
+        "phi3": ("phi3", {}, "llama"),
+        "phi3_window": ("phi3", {"sliding_window": 11}, "mistral"),
+        "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, "llama"),
+        "phi3_longrope_partial": (
+            "phi3",
+            {
+                "rope_parameters": LONGROPE
+                | {name: LONGROPE[name][:3] for name in ("short_factor", "long_factor")}
+                | {"partial_rotary_factor": 0.5},
+                "original_max_position_embeddings": 64,
+            },
+            "penjing",
+        ),
+        "phi3_partial": ("phi3", {"rope_parameters": PARTIAL}, "penjing"),
+        "exaone4": ("exaone4", {"sliding_window": 10}, "penjing"),
+        "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, "penjing"),
+        "glm": ("glm", {"head_dim": 12, "rope_parameters": PARTIAL | {"partial_rotary_factor": 2 / 3}}, "penjing"),
+        "glm4": ("glm4", {"head_dim": 16, "rope_parameters": PARTIAL}, "penjing"),
+        "helium": ("helium", {"head_dim": 12}, "llama"),
+        "ernie4_5": ("ernie4_5", {"head_dim": 12}, "llama"),
+        "ministral": ("ministral", {"sliding_window": 9, "head_dim": 12}, "mistral"),
+        "seed_oss": ("seed_oss", {"head_dim": 12}, "qwen2"),
+        "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20} | CAPS, "penjing"),
+        "gemma2_uncapped": (
+            "gemma2",
+            {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": None},
+            "penjing",
+        ),
+        "arcee": ("arcee", {"mlp_bias": True}, "penjing"),
+        "starcoder2": ("starcoder2", {"sliding_window": 11}, "penjing"),
+        "starcoder2_untied": ("starcoder2", {"tie_word_embeddings": False, "use_bias": False}, "penjing"),
+        "phi": ("phi", {"rope_parameters": PARTIAL}, "penjing"),
+        "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4, "rope_parameters": PARTIAL}, "penjing"),
+        "gpt_neox_in_turn": (
+            "gpt_neox",
+            {
+                "num_key_value_heads": 4,
+                "use_parallel_residual": False,
+                "attention_bias": False,
+                "hidden_act": "gelu_new",
+            }
+            | {"rope_parameters": PARTIAL},
+            "penjing",
+        ),
+        "cohere": ("cohere", {"logit_scale": 0.5, "attention_bias": True}, "penjing"),
+        "cohere2": ("cohere2", {"sliding_window": 9, "logit_scale": 0.25}, "penjing"),
+        "stablelm": ("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}, "penjing"),
+        "stablelm_parallel": ("stablelm", {"rope_parameters": PARTIAL, "use_parallel_residual": True}, "penjing"),
+        "nemotron": ("nemotron", {"rope_parameters": PARTIAL}, "penjing"),
+        "nemotron_bias": (
+            "nemotron",
+            {"rope_parameters": PARTIAL, "attention_bias": True, "mlp_bias": True},
+            "penjing",
+        ),
+        "gemma": ("gemma", {"head_dim": 16}, "penjing"),
+        "gemma_untied": ("gemma", {"head_dim": 12, "tie_word_embeddings": False, "attention_bias": True}, "penjing"),
+        "vaultgemma": (
+            "vaultgemma",
+            {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20} | CAPS,
+            "penjing",
+        ),
+        "granite_4": ("granitemoehybrid", GRANITE_4 | {"position_embedding_type": "rope"}, "llama"),
+        "granite_4_nope": ("granitemoehybrid", GRANITE_4 | {"tie_word_embeddings": True}, "penjing"),
+        "hyperclovax": (
+            "hyperclovax",
+            {"embedding_multiplier": 10.0, "logits_scaling": 0.125, "residual_multiplier": 0.3},
+            "penjing",
+        ),
+        "hyperclovax_before": (
+            "hyperclovax",
+            {
+                "use_post_norm": False,
+                "attention_multiplier": 0.2,
+                "residual_multiplier": 0.3,
+                "tie_word_embeddings": True,
+            },
+            "llama",
+        ),
+        "internlm3": ("internlm3", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, "llama"),
+        "iquestcoder": ("iquestcoder", {"head_dim": 12}, "llama"),
+        "cwm": ("cwm", {"head_dim": 16, "sliding_window": 10}, "penjing"),
+        "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": LLAMA_4}, "llama"),
+        "ministral3_window": (
+            "ministral3",
+            {"head_dim": 12, "rope_parameters": LLAMA_4, "sliding_window": 9},
+            "mistral",
+        ),
+        "hunyuan": ("hunyuan_v1_dense", {"head_dim": 12, "rope_parameters": ALPHA}, "penjing"),
+        "hunyuan_plain": ("hunyuan_v1_dense", {"head_dim": 16, "attention_bias": True}, "penjing"),
+        "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 16, "scale_depth": None}, "penjing"),
+        "minicpm3_longrope": (
+            "minicpm3",
+            LATENT
+            | {"tie_word_embeddings": False, "original_max_position_embeddings": 64}
+            | {"rope_parameters": LONGROPE | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 4.0]}},
+            "penjing",
+        ),
+        "youtu": ("youtu", LATENT, "penjing"),
+        "youtu_plain": ("youtu", LATENT | {"q_lora_rank": None, "tie_word_embeddings": False}, "penjing"),
+        "nanochat": ("nanochat", {"final_logit_softcapping": 1.5}, "penjing"),
+        "nanochat_tied": ("nanochat", {"tie_word_embeddings": True}, "penjing"),
+        "jais2": ("jais2", {}, "penjing"),
+        "jais2_plain": ("jais2", {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True}, "penjing"),
+        "granite_swa": (
+            "granite_swa",
+            {
+                "sliding_window": 9,
+                "layer_rope_theta": [0, 10000.0, 500000.0, 10000.0],
+                "embedding_multiplier": 12.0,
+                "logits_scaling": 8.0,
+                "residual_multiplier": 0.22,
+                "attention_multiplier": 0.2,
+            },
+            "penjing",
+        ),
+        "granite_swa_plain": (
+            "granite_swa",
+            {"sliding_window": 9, "attention_bias": True, "mlp_bias": True, "attention_multiplier": 12**-0.5},
+            "penjing",
+        ),
+        "gpt_oss": (
+            "gpt_oss",
+            {
+                "head_dim": 16,
+                "sliding_window": 9,
+                "num_local_experts": 6,
+                "num_experts_per_tok": 2,
+                "rope_parameters": YARN | {"truncate": False},
+            },
+            "penjing",
+        ),
+        "gpt_oss_full": (
+            "gpt_oss",
+            {
+                "head_dim": 12,
+                "layer_types": ["full_attention"] * 4,
+                "sliding_window": 9,
+                "attention_bias": False,
+                "num_local_experts": 3,
+                "num_experts_per_tok": 3,
+                "tie_word_embeddings": True,
+            },
+            "penjing",
+        ),
+        "apertus": ("apertus", {}, "penjing"),
+        "apertus_bias": ("apertus", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}, "penjing"),
+        "bitnet": ("bitnet", {"hidden_act": "relu2"}, "penjing"),
+        "bitnet_tied": ("bitnet", {"tie_word_embeddings": True, "attention_bias": True}, "penjing"),
+        "olmo": ("olmo", {"tie_word_embeddings": True}, "llama"),
+        "olmo_bias": ("olmo", {"attention_bias": True}, "llama"),
+    }
+    | OLDER_CASES
+    | EXPERT_CASES
+)
 
 
-def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any]) -> Any:
-    """A random model of transformers, saved to `folder`; no parameter is left at zero or one."""
+def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **how: Any) -> Any:
+    """A random model of transformers, saved to `folder`; no parameter is left at zero or one, and no bias of a choice
+    that is no parameter."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager"
@@ -283,7 +283,10 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any]) -> A
         for name, parameter in model.named_parameters():
             plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
             parameter.copy_(plain + torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.15))
-    model.save_pretrained(folder)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
+    model.save_pretrained(folder, **how)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     return model.eval()
 

@@ -12,6 +12,7 @@ from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
 from penjing.core.imports.importer import import_model
 from tests.compress.conftest import write_recipe
+from tests.core.folded.expert_cases import EXPERT_CASES
 from tests.core.folded.served import close, of_transformers, served
 from tests.core.folded.test_families import CASES, save
 
@@ -33,12 +34,13 @@ NEW = (
     "gpt_bigcode",
     "opt",
     "gptj",
+    "falcon_new",
     "apertus",
 )
 ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa")  # the others where there is time
 
 
-@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", *EXPERT_CASES])
 def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     reference = save(tmp_path / "hf", tiny_checkpoint, *CASES[case][:2])
     text = TEXT[:, :60]  # of 64, the context of ministral3
@@ -48,8 +50,8 @@ def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in NEW])
 def test_int8_says_nearly_that(case: str, tmp_path: Path, tiny_checkpoint: Path) -> None:
     kind, changes, _ = CASES[case]
-    wide = changes | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    wide |= {"word_embed_proj_dim": 64} if kind == "opt" else {}
+    wide = changes | {"hidden_size": 64, "intermediate_size": 96}
+    wide |= {"opt": {"word_embed_proj_dim": 64, "head_dim": 16}, "falcon": {}}.get(kind, {"head_dim": 16})
     reference = save(tmp_path / "hf", tiny_checkpoint, kind, wide)
     folder = import_model(str(tmp_path / "hf"), tmp_path / "out")
     artifact = run_recipe(write_recipe(tmp_path, folder, tmp_path / "int8"), ["steps.0.transform.rotate=false"])

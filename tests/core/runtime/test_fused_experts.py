@@ -23,7 +23,7 @@ from tests.core.runtime.test_fused import BLOCK_SIZE, draw_ids, fused_step
 from tests.kernels.cpu import needs_extension, the_extension
 
 pytestmark = needs_extension
-KEPT = ["lm_head", "re:.*[.]gate$"]
+KEPT = ["lm_head", "re:.*[.]gate$", "re:.*[.]shared_expert_gate$"]
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "intermediate_size": 64, "moe": EXPERTS},
@@ -33,8 +33,42 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe": EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False},
     },
     "sigmoid": {"model_type": "penjing", "moe": EXPERTS | {"scoring_func": "sigmoid", "router_bias": True}},
+    "sparsemixer": {
+        "model_type": "penjing",
+        "moe": {
+            **EXPERTS,
+            "num_experts_per_tok": 2,
+            "scoring_func": "sparsemixer",
+            "router_jitter_noise": 0.2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "biases": True,
+        },
+    },
+    "logits": {
+        "model_type": "penjing",
+        "moe": EXPERTS | {"scoring_func": "sigmoid", "router_bias": True, "router_bias_of": "logits"},
+    },
     "every": {"model_type": "penjing", "moe": EXPERTS | {"num_experts_per_tok": 8}},
     "shared": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 64}},
+    "wide": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 128, "router_bias": True}},
+    "qwen2": {
+        "model_type": "qwen2_moe",
+        "attention_bias": True,
+        "moe": EXPERTS | {"shared_expert_intermediate_size": 128, "shared_expert_gate": True, "norm_topk_prob": False},
+    },
+    "after": {"model_type": "penjing", "norms": "after", "qk_norm": True, "qk_norm_over": "all", "moe": EXPERTS},
+    "around": {
+        "model_type": "penjing",
+        "norms": "around",
+        "moe": EXPERTS | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    },
+    "parallel": {
+        "model_type": "penjing",
+        "parallel": True,
+        "layer_rotary": ("main", "none"),
+        "moe": EXPERTS | {"scoring_func": "sigmoid", "shared_expert_intermediate_size": 192},
+    },
     "biased": {"model_type": "penjing", "moe": EXPERTS | {"router_bias": True, "norm_topk_prob": False}},
     "gpt_oss": {
         "model_type": "penjing",
@@ -129,9 +163,16 @@ def test_what_experts_have_that_the_step_does_not_know(make_tiny_checkpoint: Cal
 
     assert why() is None
     assert why(shared_expert_intermediate_size=64) is None
-    assert why(shared_expert_intermediate_size=128) == "the MLP that all tokens take is not as wide as an expert"
-    gated = why(shared_expert_intermediate_size=64, shared_expert_gate=True)
-    assert gated == "what all tokens take has a gate or an activation of its own"
+    assert why(shared_expert_intermediate_size=128, shared_expert_gate=True) is None
+    assert why(shared_expert_intermediate_size=32) == "the MLP that all tokens take is narrower than an expert"
+    clamped = why(shared_expert_intermediate_size=64, activation="clamped_swiglu")
+    assert clamped == "what all tokens take has an activation of its own"
+    biased = why(shared_expert_intermediate_size=64, shared_expert_gate=True, biases=True)
+    assert biased == "the router has biases beside a gate of what all tokens take"
     assert why(n_group=2, topk_group=2) == "its experts stand in groups"
+    mixed = {"scoring_func": "sparsemixer", "num_experts_per_tok": 2, "norm_topk_prob": False}
+    assert why(**mixed) is None
+    beside = why(shared_expert_intermediate_size=64, **mixed)
+    assert beside == "all tokens take something beside experts of sparsemixer"
     with force_torch():
         assert why() is not None

@@ -185,9 +185,9 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attention_full_layers": [1, 5]}, r"\[1, 5\]: the model has 2 layers, .* none with the number 5"),
     ({"sliding_window": 32}, {}, "layers of sliding_attention"),
     (
-        {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 48}},
+        {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 16}},
         {},
-        "not as wide as an expert",
+        "narrower than an expert",
     ),
     ({"layer_types": ["full_attention", "lsh_attention"], "model_type": "penjing"}, {}, "layers of lsh_attention"),
 ]
