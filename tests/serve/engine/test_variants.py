@@ -97,12 +97,12 @@ def test_compression_refuses_by_name_and_fusing_explains(
         with pytest.raises(InputError, match=r"has (latent attention|shared layers).*penjing serve"):
             check_model(open_checkpoint(folder))
     model = load_model(folder).model
-    if kind in ("shared", "mixtral"):
+    if kind in ("shared", "mixtral", "qwen2_moe"):
         assert (why_not_fused(model) is None) == (cpu_extension() is not None)
     elif cpu_extension() is not None:
         caplog.set_level("INFO", "penjing")
         assert fuse_decoder(model) is None
-        assert "is a LatentAttention" in caplog.text or "that all tokens take" in caplog.text
+        assert "is a LatentAttention" in caplog.text
 
 
 def test_shared_layers_are_stored_once_and_transformers_refuses_them(
