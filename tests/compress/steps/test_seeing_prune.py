@@ -258,9 +258,7 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path, tmp_path: Path, tiny
     missing["data"]["rows"] = [str(folder / "nothing.jsonl")]
     plain = {"evaluate": {"prose_tokens": 128, "code_tokens": 0, "window": 32}}
     unlike = prune("vision_heads", ratio=None, ratios={"vision.encoder.layers.0.self_attn.k_proj": 0.5})
-    tied = {"kind": "quantize", "steps": 4, "sources": ["x.jsonl"], "transform": {"rotate": False}}
     for recipe, error, said in (
-        (values(folder, tmp_path / "out", tied), ConfigError, 'lm_head="keep"'),
         (same, ConfigError, "would calibrate"),
         (scenes, ConfigError, "56 pixels"),
         (missing, InputError, "does not exist"),
