@@ -170,8 +170,8 @@ SOURCES = {
     "french": Source(Debian("debian-history"), _french),
     "sayings": Source(Debian("fortunes"), _sayings),
 }
-UNSEEN = tuple(name for name in SOURCES if name != "scripture")
 LATER = {  # measured once, after all rules were settled
     "german": Source(Debian("fortunes-de"), _german),
     "spanish": Source(Debian("fortunes-es"), _spanish),
 }
+UNSEEN = tuple(name for name in (*SOURCES, *LATER) if name != "scripture")

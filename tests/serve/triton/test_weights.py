@@ -179,12 +179,6 @@ def test_weights_that_cannot_be_replaced_are_told_before_anything_is_served(tiny
         FAMILY.entry(tiny_long, takes, None)
 
 
-def test_a_server_of_many_processes_is_not_shared(tiny_long: Path) -> None:
-    loaded = load_model(tiny_long)
-    with pytest.raises(ConfigError, match=r"data\.servers names 1, and 2 processes sample at once"):
-        ServerSampler(loaded.model, loaded.config, ["a:1"], World(rank=1, size=2), None)
-
-
 def test_a_run_whose_server_stays_away_says_how_it_goes_on(tiny_long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "RETRIES", 0)
     loaded = load_model(tiny_long)
