@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from lib.models import CHECKPOINT
 from lib.rows import RESULTS, Row, append, new_row
 from lib.texts import LATER, SOURCES, UNSEEN
 from torch import Tensor
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--artifact", nargs="*", default=[], metavar="NAME=FOLDER", help="artifacts that exist")
     parser.add_argument("--texts", nargs="+", default=list(SOURCES), choices=[*SOURCES, *LATER])
     parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens of each text")
-    parser.add_argument("--model", type=Path, default=Path("build/smollm2"))
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.variants) - VARIANTS.keys()):
@@ -74,8 +75,8 @@ def main() -> int:
     with progress_bar() as progress:
         before = qualities(arguments.model, windows, progress)
         for name, quality in before.items():
-            found = new_row(BENCHMARK, f"fp32/{name}", quality.value, "perplexity", runs=1, more_versions=versions)
-            rows.append(found)
+            metric = f"{floating(arguments.model)}/{name}"
+            rows.append(new_row(BENCHMARK, metric, quality.value, "perplexity", runs=1, more_versions=versions))
         append(BENCHMARK, rows, arguments.results)
         for name in arguments.variants:
             with tempfile.TemporaryDirectory() as scratch:
@@ -93,6 +94,11 @@ def main() -> int:
     return 0
 
 
+def floating(model: Path) -> str:
+    """What rows of the checkpoint itself begin with."""
+    return "fp32" if model.resolve() == CHECKPOINT.resolve() else f"{model.name}-fp32"
+
+
 def text_windows(
     model: Path, names: Sequence[str], count: int, missing: list[Row]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -103,7 +109,8 @@ def text_windows(
         try:
             text = (SOURCES | LATER)[name].text()
         except SetupError as error:
-            missing.append(new_row(BENCHMARK, f"fp32/{name}", None, "perplexity", runs=0, reason=str(error)))
+            metric = f"{floating(model)}/{name}"
+            missing.append(new_row(BENCHMARK, metric, None, "perplexity", runs=0, reason=str(error)))
             continue
         windows[name] = spread(tokenizer, tokenizer.encode(text, allow_special=False), count, WINDOW)
         versions[f"text {name}"] = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -47,7 +47,8 @@ def test_a_text_that_cannot_be_fetched_is_a_row_with_its_reason(
     assert list(windows) == ["essays"]
     assert windows["essays"].shape == (3, 512)
     assert list(versions) == ["text essays"]
-    assert [(row.metric, row.reason) for row in rows] == [("fp32/news", "no network; connect")]
+    assert [(row.metric, row.reason) for row in rows] == [(f"{tiny_checkpoint.name}-fp32/news", "no network; connect")]
+    assert run_generalisation.floating(run_generalisation.CHECKPOINT) == "fp32"
 
 
 def test_every_variant_is_a_recipe_that_can_be_read(tiny_checkpoint: Path) -> None:
