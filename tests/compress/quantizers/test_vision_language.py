@@ -169,8 +169,8 @@ def test_training_in_int8_begins_with_what_was_calibrated(folder: Path, tmp_path
     """Decoder, transformer and projection. Turned, the decoder has a head of its own; else it is the embedding, which
     in INT8 does not learn, or it is rounded apart from it."""
     table = {"embedding_dtype": "int8"} if head == "the table" else {}
-    taught = learning(folder, 1e-9) | {"steps": 1, "questions": []} | table
-    taught["transform"] = taught["transform"] | {"rotate": head == "its own"}
+    taught: dict[str, Any] = learning(folder, 1e-9) | {"steps": 1, "questions": []} | table
+    taught["transform"] |= {"rotate": head == "its own"}
     made = [
         run_recipe(recipe(folder, tmp_path / name, **step))
         for name, step in (

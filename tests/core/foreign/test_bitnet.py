@@ -30,7 +30,7 @@ from tests.serve.tiny import generate
 IDS = torch.randint(0, 320, (1, 40), generator=torch.Generator().manual_seed(1))
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 UP = "model.layers.0.mlp.up_proj"
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed": ("bitnet", {"linear_class": "autobitlinear", "quantization_mode": "offline"}),
     "online": ("bitnet", {"linear_class": "autobitlinear", "quantization_mode": "online"}),
     "llama": ("llama", {"linear_class": "bitlinear"}),
@@ -70,7 +70,7 @@ def write(folder: Path, tokenizer: Path, case: str, **changes: Any) -> Any:
             stored[f"{name}.weight"] = pack_weights(ternary.clone())
             if isinstance(layer, BitLinear):
                 layer.dtype, scale = torch.float32, 1 / scale
-                layer.weight = stored[f"{name}.weight"]
+                layer.register_buffer("weight", stored[f"{name}.weight"])
             else:
                 layer.weight.data = ternary
             layer.weight_scale = stored[f"{name}.weight_scale"] = scale.view(1)
