@@ -19,7 +19,7 @@ from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import decoder_config_from_hf, decoder_config_to_hf, token_ids
-from penjing.core.models.tensor_names import Slice, experts_in, model_name, stored_name
+from penjing.core.models.tensor_names import MAX_EXPERTS, Slice, experts_in, model_name, stored_name
 from penjing.core.vision.layout import Names, names_found, text_config
 
 TOKENIZER_FILES = (
@@ -71,6 +71,8 @@ class Checkpoint:
         for stored in self._file_of:
             experts = self._experts_in(stored, count)
             self._slices |= experts
+            if len(self._slices) > 3 * MAX_EXPERTS:
+                raise InputError(f"{folder} holds more than {MAX_EXPERTS} experts; it is damaged")
             names += [self._name_in_model(name) for name in experts or (stored,)]
         self.tensor_names = tuple(names)
 

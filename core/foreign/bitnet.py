@@ -78,10 +78,11 @@ class BitNet:
         code_NK = torch.cat(parts) + (TERNARY_ZERO - 1)
         if (code_NK > TERNARY_ZERO + 1).any():
             raise InputError(f"{module}.weight holds bits that stand for none of -1, 0 and 1")
-        scale = finite(folder.stored(f"{module}.weight_scale"), f"{module}.weight_scale").to(torch.float32)[0]
-        if not scale > 0:
-            raise InputError(f"{module}.weight_scale is {float(scale)}; a number above 0 is needed")
-        return _layer(code_NK, 1.0 / scale if self.divides else scale)
+        stored = finite(folder.stored(f"{module}.weight_scale"), f"{module}.weight_scale").to(torch.float32)[0]
+        scale = 1.0 / stored if self.divides else stored
+        if not 0 < scale < torch.inf:
+            raise InputError(f"{module}.weight_scale is {float(stored):g}, which gives no scale of weights")
+        return _layer(code_NK, scale)
 
 
 def _layer(code_NK: Tensor, scale: Tensor) -> Grouped:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from penjing.compress.decoder.artifact import make_weights
 from penjing.compress.decoder.check import int8_needs, layer_needs
@@ -21,6 +18,7 @@ from penjing.compress.samples.data import DataSettings, token_samples
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.progress import Silent
 from penjing.core.work import WorkFolder
+from tests.allocated import peak_bytes
 
 WIDE = {
     "hidden_size": 256,
@@ -58,19 +56,6 @@ EXPERTS = {
 FOUR = {"weights_bits": 4, "group": 32}
 
 
-def allocated(stream: LayerStream, settings: Int8Settings, hidden_WTE: Tensor) -> int:
-    """The most bytes that compressing the first layer has at once beside what was there."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        compress_layer(stream, 0, settings, None, hidden_WTE)
-    now = peak = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            peak = max(peak, now)
-    return peak
-
-
 @pytest.mark.parametrize(
     ("model", "values", "tokens"),
     [
@@ -91,6 +76,7 @@ def test_the_estimate_of_a_layer_is_near_what_is_allocated(
     config = stream.config
     settings = Int8Settings.model_validate({"transform": {"rotate": False, "search_steps": 2}} | values)
     ids = torch.randint(0, config.vocab_size, (4, tokens // 4), generator=torch.Generator().manual_seed(0))
-    measured = allocated(stream, settings, stream.embed(ids))
+    hidden_WTE = stream.embed(ids)
+    measured = peak_bytes(lambda: compress_layer(stream, 0, settings, None, hidden_WTE))
     assert 0.85 < layer_needs(settings, config, tokens) / measured < 1.25
     assert int8_needs(settings, config, tokens).memory >= layer_needs(settings, config, tokens)

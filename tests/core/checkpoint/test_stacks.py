@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
+from tests.core.folded.expert_cases import LATENT
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -29,22 +31,13 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 DEEPSEEK: dict[str, Any] = {"n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 1}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "n_group": 1,
-    "topk_group": 1,
-}
+GROUPED: dict[str, Any] = LATENT | {"n_group": 1, "topk_group": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6},
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {"num_experts": 6, "mlp_only_layers": [1], "head_dim": 12},
     "dots1": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK | LATENT,
+    "deepseek_v3": DEEPSEEK | GROUPED,
 }
 STACK = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -94,3 +87,16 @@ def test_stacks_that_do_not_fit_are_refused(
     with pytest.raises(InputError, match=message.replace("experts\\.0", r"layers\.1\.mlp\.experts\.0")):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_more_experts_than_any_network_has_are_refused_before_each_has_a_name(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    stacked(tmp_path / "hf", tiny_checkpoint, "mixtral")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 4096}))
+    many = {f"model.layers.{layer}.mlp.experts.down_proj": torch.zeros(1) for layer in range(1000)}
+    weights = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(weights) | many, weights, {"format": "pt"})
+    with pytest.raises(InputError, match="holds more than 200000 experts; it is damaged"):
+        import_model(str(tmp_path / "hf"), tmp_path / "out")

@@ -17,7 +17,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
-from tests.core.folded.expert_cases import EXPERT_CASES
+from tests.core.folded.expert_cases import EXPERT_CASES, LATENT
 from tests.core.folded.older_cases import OLDER_CASES
 
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
@@ -59,14 +59,6 @@ GRANITE_4: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.0156,
     "mamba_n_heads": 4,
-}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
 }
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
 LLAMA_4 = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}

@@ -172,7 +172,7 @@ def test_other_variants_are_refused_by_name(
         (f"{UP}.weight", torch.full((24, 64), 255, dtype=torch.uint8), "stand for none of -1, 0 and 1"),
         (f"{UP}.weight", torch.zeros(24, 64), "is F32 of .*: U8 of any × any is needed"),
         (f"{UP}.weight", torch.ones(23, 64, dtype=torch.uint8), "has the shape"),
-        (f"{UP}.weight_scale", torch.tensor([0.0]), "a number above 0 is needed"),
+        (f"{UP}.weight_scale", torch.tensor([0.0]), "is 0, which gives no scale of weights"),
         (f"{UP}.weight_scale", torch.tensor([torch.nan]), "NaN or infinite"),
         (f"{UP}.weight_scale", torch.ones(2), "F16 or BF16 or F32 of 1 is needed"),
         (f"{UP}.weight_scale", None, "up_proj.weight has the shape"),
@@ -189,3 +189,13 @@ def test_damaged_layers_are_refused_by_name(
     with pytest.raises(InputError, match=said):
         import_model(str(folder), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 2.0**-140])  # the inverse of the last is infinite
+def test_a_scale_that_divides_is_one_of_weights(scale: float, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = tmp_path / "theirs"
+    write(folder, tiny_checkpoint, "llama")
+    stored = load_file(folder / "model.safetensors") | {f"{UP}.weight_scale": torch.tensor([scale])}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"weight_scale is {scale:g}, which gives no scale of weights"):
+        import_model(str(folder), tmp_path / "ours")

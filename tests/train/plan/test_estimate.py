@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
@@ -13,6 +10,7 @@ from penjing.train.numerics.precision import Precision, PrecisionConfig
 from penjing.train.numerics.recompute import apply_recompute
 from penjing.train.objective.objective import CrossEntropy
 from penjing.train.plan.estimate import MemoryEstimate, check_memory, estimate_memory
+from tests.allocated import peak_bytes
 from tests.conftest import tiny_config
 from tests.train.conftest import token_batch
 
@@ -37,15 +35,7 @@ def measured_peak(recompute: str, mode: str, rows: int) -> int:
     """Largest number of bytes allocated at once above what was there before, in one forward and backward pass."""
     model, batch, objective = build(recompute, mode), token_batch(rows, 64, 0), CrossEntropy()
     objective(model, batch).total.backward()  # the gradients exist
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        objective(model, batch).total.backward()
-    now = peak = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            peak = max(peak, now)
-    return peak
+    return peak_bytes(lambda: objective(model, batch).total.backward())
 
 
 # Each amount of recomputation and each format stands here once; the other pairs are long variants.
