@@ -24,6 +24,7 @@ from penjing.kernels.hadamard import check_block
 from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
+from penjing.kernels.screen import Screen
 from penjing.kernels.step_layers import (
     AnyLinear,
     FloatLinear,
@@ -31,6 +32,7 @@ from penjing.kernels.step_layers import (
     LayerWeights,
     Packer,
     check_layers,
+    describe_screen,
     fill_experts,
     gate_up,
     groups_of,
@@ -100,7 +102,8 @@ class DecoderStep:
         if inverse_frequency_F.shape[-1] != head_dim // 2 or any(not 0 <= layer.rotary < rows for layer in layers):
             raise ValueError(f"inverse_frequency_F has shape {tuple(inverse_frequency_F.shape)}")
 
-        packer = Packer(extension, self._kept, [*groups_of(layers), [lm_head]])
+        groups = [*groups_of(layers), [lm_head]]
+        packer = Packer(extension, self._kept, groups)
         c_layers = (abi.Layer * len(layers))()
         for c_layer, layer in zip(c_layers, layers, strict=True):
             self._fill_layer(c_layer, layer, packer)
@@ -131,9 +134,7 @@ class DecoderStep:
         # Of a tied table the packed head has a copy.
         in_head = isinstance(embedding_VE, Int8Table) and embedding_VE.channel_E is not None
         self._kept += [c_layers] if in_head else [c_layers, embedding_VE]
-        floats = [
-            linear for group in (*groups_of(layers), (lm_head,)) for linear in group if isinstance(linear, FloatLinear)
-        ]
+        floats = [linear for group in groups for linear in group if isinstance(linear, FloatLinear)]
         self.weight_bytes = packer.used + sum(linear.weight_NK.nbytes for linear in floats)
         """Bytes of weights that a step reads at least."""
         self.adapters = StepAdapters([projections(layer) for layer in layers], extension.empty_pages)
@@ -143,8 +144,7 @@ class DecoderStep:
         self._model = model
         self._logits = torch.empty(0, self.vocab)
         self.hidden_RE: Tensor | None = None
-        """(rows, hidden) float32, what the head was given for the logits of the last step in its first rows; kept from
-        `keep_hidden` on."""
+        """(rows, hidden) float32, first what the head read for the last step's logits; see `keep_hidden`."""
         self._decoder: int | None = None
         self._release: weakref.finalize | None = None
         self._grow_positions(min(FIRST_POSITIONS, max_positions))
@@ -161,6 +161,11 @@ class DecoderStep:
             raise ValueError("an embedding that is tied in INT8 needs an LM head in INT8")
         model.embedding_scale = factors.data_ptr()
         self._kept.append(factors)
+
+    def screen(self, screen: Screen) -> None:
+        """From now on `step_top` of one logit and few rows finds it by what `make_screen` made of the LM head."""
+        self._model.screen = ctypes.pointer(describe_screen(screen, self._extension, self._kept))
+        self._make_decoder()
 
     def keep_hidden(self) -> None:
         """From now on `hidden_RE` is filled."""
@@ -317,10 +322,7 @@ class DecoderStep:
         blocks, (_, _, num_blocks, kv_heads, block_size, head_dim) = key_blocks.blocks, kv_pool.shape
         blocks.check(block_size)
         choosing = [layer for layer in range(self.num_layers) if layer not in key_blocks.full_layers]
-        shape = (
-            len(choosing),
-            *blocks.summary_shape(num_blocks, kv_heads, block_size, head_dim),
-        )
+        shape = (len(choosing), *blocks.summary_shape(num_blocks, kv_heads, block_size, head_dim))
         step.summary = _address("summary", key_blocks.summary, torch.int8, shape)
         step.summary_scale = _address("summary_scale", key_blocks.summary_scale, torch.float32, shape[:-1])
         summary_of = [choosing.index(layer) if layer in choosing else -1 for layer in range(self.num_layers)]
@@ -341,6 +343,9 @@ class DecoderStep:
         self._tables = (cos.contiguous(), sin.contiguous())
         self._model.cos, self._model.sin = (table.data_ptr() for table in self._tables)
         self._model.num_positions = count
+        self._make_decoder()
+
+    def _make_decoder(self) -> None:
         if self._release is not None:
             self._release()
         library = self._extension.library
@@ -381,9 +386,8 @@ class DecoderStep:
         out.hadamard = layer.hadamard
 
     def _optional(self, tensor: Tensor | None, size: int | None) -> int | None:
-        return None if tensor is None else self._vector(tensor, size)
-
-    def _vector(self, tensor: Tensor, size: int | None) -> int:
+        if tensor is None:
+            return None
         if tensor.shape != (size,):
             raise ValueError(f"a norm or sinks have shape {tuple(tensor.shape)}; ({size},) is needed")
         vector = tensor.detach().float().contiguous()

@@ -18,6 +18,7 @@ from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import FLOATING, PackedInt4
 from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import LINE, PROJECTIONS
+from penjing.kernels.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,16 @@ def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | Packed
     """Each of `linears` as the extension wants it, in one piece of memory: alone, each would begin at a huge page."""
     packer = Packer(extension, [], [[linear] for linear in linears])
     return [Panels(packer.pack([each]), packer.memory, each.in_features, each.out_features) for each in linears]
+
+
+def describe_screen(screen: Screen, extension: CpuExtension, kept: list[object]) -> abi.Screen:
+    """The copy of an LM head, packed; `kept` gets what the description points to."""
+    rough = Packer(extension, kept, [[screen.rough]]).pack([screen.rough])
+    vectors = screen.directions_DE, screen.factors_D, screen.lost_V
+    addresses = [vector.data_ptr() for vector in vectors]
+    described = abi.Screen(rough, *addresses, len(screen.factors_D), screen.beside)
+    kept += [*vectors, described]
+    return described
 
 
 def joins(group: Sequence[AnyLinear]) -> bool:

@@ -89,6 +89,18 @@ struct PjLayer {
     int32_t norm_rotated;      // q_norm and k_norm come after the rotation
 };
 
+// What finds the largest output of an INT8 LM head from a copy in 4 bits, see screen.h.
+struct PjScreen {
+    PjLinear rough;           // (vocab, hidden + count) INT8 in steps, with the scales of the head: the copy, and what it
+                              // lacks along the directions
+    const float* directions;  // (count, hidden)
+    const float* factors;     // (count) a direction's product with an input, times this, is its part in it
+    const float* lost;        // (vocab) the norm of what the copy lacks, times the head's scale
+    int64_t count;            // of directions
+    float beside;             // the norm of what is lacking along the directions as a share of that, the most of all outputs
+    int32_t unused;
+};
+
 struct PjModel {
     const PjLayer* layers;
     const void* embedding;    // (vocab, hidden); null: it is the weight of `head`, which is INT8
@@ -96,6 +108,7 @@ struct PjModel {
     const float* positions;   // (longest context, hidden) what is added to a token's row at each position; null: nothing
     const float* final_norm;  // (hidden); null: what leaves the last layer enters the head
     PjLinear head;
+    const PjScreen* screen;  // of the head, which is INT8 without bias and zero points; null: none
     const float* cos;  // (tables, positions, head_dim / 2)
     const float* sin;
     int64_t num_layers;

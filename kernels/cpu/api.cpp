@@ -15,15 +15,15 @@
 using namespace penjing;
 
 // Raised with every change of a structure or a function below.
-PJ_API int32_t pj_abi_version() { return 31; }
+PJ_API int32_t pj_abi_version() { return 32; }
 
 // Bytes of a structure, so that a test can hold Python's copy against it.
 PJ_API uint64_t pj_struct_bytes(int32_t which) {
     constexpr uint64_t bytes[] = {sizeof(PjLinear), sizeof(PjLayer),   sizeof(PjModel), sizeof(PjSequences),
                                   sizeof(PjPages),  sizeof(StepInput), sizeof(PjPart),
                                   sizeof(SampleRow), sizeof(PjLowRank), sizeof(PjSelection),
-                                  sizeof(PjExperts)};
-    return which >= 0 && which < 11 ? bytes[which] : 0;
+                                  sizeof(PjExperts), sizeof(PjScreen)};
+    return which >= 0 && which < 12 ? bytes[which] : 0;
 }
 
 PJ_API const char* pj_isa() { return ops().name; }

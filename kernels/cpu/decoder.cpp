@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "head.h"
 #include "layers.h"
+#include "screen.h"
 #include "select.h"
 
 namespace penjing {
@@ -56,6 +57,7 @@ private:
     std::vector<Buffers> own_;
     std::vector<float*> attention_scratch_;
     std::vector<TopBuffer> top_;
+    std::vector<ScreenBuffer> screened_;  // of a step whose largest logits are looked for so
     AttentionProgress progress_;
     std::vector<uint8_t> wanted_;  // items of attention that the last layer needs: those with logit rows
     std::vector<std::atomic<int64_t>> next_;  // one counter a phase
@@ -83,12 +85,15 @@ size_t Decoder::carve(void* memory) {
     own_.resize(static_cast<size_t>(threads_));
     attention_scratch_.resize(static_cast<size_t>(threads_));
     top_.resize(static_cast<size_t>(threads_));
+    const bool screens = model_.screen && in.top == 1 && in.num_logits > 0 && in.num_logits <= SCREENED_ROWS;
+    screened_.resize(screens ? static_cast<size_t>(threads_) : 0);
     for (int i = 0; i < threads_; ++i) {
         own_[static_cast<size_t>(i)] = layers_.carve_buffers(carver, own_rows);
         if (layers_.has_experts()) layers_.carve_experts(carver, most_rows, false, own_[static_cast<size_t>(i)].experts);
         attention_scratch_[static_cast<size_t>(i)] = carver.take<float>(
             std::max(attention_scratch_floats(plan_), choice_.scratch_floats()));
         if (in.top > 0) top_[static_cast<size_t>(i)] = carve_top(carver, in.num_logits, static_cast<int>(in.top));
+        if (screens) screened_[static_cast<size_t>(i)] = carve_screen(carver, *model_.screen, in.num_logits, threads_);
     }
     return carver.used();
 }
@@ -249,8 +254,10 @@ void Decoder::logits(const Team& team, const Buffers& own) {
         memcpy(last_attended_ + i * heads, attended_ + row * heads, static_cast<size_t>(heads) * sizeof(float));
     }
     team.sync();
-    layers_.tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), count, b, model_.head);
-    layers_.each_row(team, count, model_.head, [&](int64_t i) {
+    const bool screens = !screened_.empty();
+    const PjLinear& next = screens ? model_.screen->rough : model_.head;
+    layers_.tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), count, b, next);
+    layers_.each_row(team, count, next, [&](int64_t i) {
         float* normed = b.rows.x + i * width;
         const float* left = last_hidden_ + i * width;
         if (model_.final_norm)
@@ -260,6 +267,7 @@ void Decoder::logits(const Team& team, const Buffers& own) {
         if (in.hidden) std::copy_n(normed, width, in.hidden + i * width);
         if (model_.table_hadamard) ops.hadamard_row(normed, width, model_.table_hadamard, normed);
         layers_.quantize(&model_.head, 1, b.rows, i);
+        if (screens) enter_screen(*model_.screen, b.rows, i, screened_[static_cast<size_t>(team.member)]);
     });
     if (in.top == 0) {
         apply_linear(ops, model_.head, b.rows, count, team.member, team.members, in.logits, model_.vocab, false);
@@ -271,8 +279,15 @@ void Decoder::logits(const Team& team, const Buffers& own) {
         return;
     }
     const int k = static_cast<int>(in.top);
-    top_of_columns(ops, model_.head, b.rows, count, team.member, team.members, k, model_.logit_cap,
-                   top_[static_cast<size_t>(team.member)]);
+    const TopBuffer& top = top_[static_cast<size_t>(team.member)];
+    if (screens) {
+        screen_columns(ops, *model_.screen, model_.head, b.rows, count, team.member, team.members,
+                       screened_[static_cast<size_t>(team.member)]);
+        team.sync();
+        top_of_screened(ops, model_.head, b.rows, count, team.member, team.members, screened_, top);
+    } else {
+        top_of_share(ops, model_.head, b.rows, count, team.member, team.members, k, model_.logit_cap, top);
+    }
     team.sync();
     for (int64_t i = first; i < last; ++i)
         merge_top(top_.data(), team.members, i, k, in.logits + i * k, in.top_ids + i * k);

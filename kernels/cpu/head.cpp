@@ -9,18 +9,6 @@ namespace {
 
 constexpr int64_t TILE = 256;  // columns at a time: a whole number of panels, and 16 rows of it stay in first-level cache
 
-// Columns [begin, end) of a layer as a layer; INT8 and INT4: `begin` is the first of a panel.
-PjLinear columns_of(const PjLinear& linear, int64_t begin, int64_t end) {
-    PjLinear part = linear;
-    const int64_t bytes = in_panels(linear) ? column_bytes(linear) : linear.k * (linear.dtype == PJ_F32 ? 4 : 2);
-    part.weight = static_cast<const char*>(linear.weight) + begin * bytes;
-    part.n = end - begin;
-    if (linear.scale) part.scale += begin;
-    if (linear.comp) part.comp += begin * row_scales(linear);
-    if (linear.bias) part.bias += begin;
-    return part;
-}
-
 // Also true for a NaN.
 bool exceeds(const float* x, int64_t count, float bound) {
     int found = 0;
@@ -37,9 +25,10 @@ void TopList::clear() {
 
 void TopList::add(float v, int32_t column) {
     if (std::isnan(v)) nan = true;
-    if (!(v > value[k - 1])) return;
+    const auto precedes = [&](int at) { return v > value[at] || (v == value[at] && column < id[at]); };
+    if (!precedes(k - 1)) return;
     int at = k - 1;
-    for (; at > 0 && v > value[at - 1]; --at) {
+    for (; at > 0 && precedes(at - 1); --at) {
         value[at] = value[at - 1];
         id[at] = id[at - 1];
     }
@@ -53,20 +42,34 @@ TopBuffer carve_top(Carver& carver, int64_t rows, int k) {
             carver.take<uint8_t>(r)};
 }
 
-void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
-                    int k, float cap, const TopBuffer& buffer) {
-    for (int64_t row = 0; row < count; ++row) {
-        TopList{buffer.value + row * k, buffer.id + row * k, k}.clear();
-        buffer.nan[row] = 0;
-    }
+TopBuffer row_of(const TopBuffer& buffer, int64_t row, int k) {
+    return {buffer.tile + row * TILE, buffer.value + row * k, buffer.id + row * k, buffer.nan + row};
+}
+
+void top_of_share(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members, int k,
+                  float cap, const TopBuffer& buffer) {
     // Shares begin at panels, as those of `apply_linear` do; a float layer is cut into cache lines of output.
     const int64_t unit = in_panels(linear) ? linear.width : 16, units = (linear.n + unit - 1) / unit;
     const int64_t first = share(units, member, members) * unit;
     const int64_t last = std::min(share(units, member + 1, members) * unit, linear.n);
+    clear_top(buffer, count, k);
+    top_of_columns(ops, linear, rows, count, first, last, k, cap, buffer);
+}
+
+void clear_top(const TopBuffer& buffer, int64_t rows, int k) {
+    for (int64_t row = 0; row < rows; ++row) {
+        TopList{buffer.value + row * k, buffer.id + row * k, k}.clear();
+        buffer.nan[row] = 0;
+    }
+}
+
+void top_of_columns(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int64_t first, int64_t last,
+                    int k, float cap, const TopBuffer& buffer) {
+    const int64_t unit = in_panels(linear) ? linear.width : 16;
     const int64_t step = std::max(TILE / unit, int64_t{1}) * unit;
     for (int64_t begin = first; begin < last; begin += step) {
         const int64_t end = std::min(begin + step, last), width = end - begin;
-        apply_linear(ops, columns_of(linear, begin, end), rows, count, 0, 1, buffer.tile, TILE, false);
+        apply_linear(ops, part_of_linear(linear, begin, end), rows, count, 0, 1, buffer.tile, TILE, false);
         for (int64_t row = 0; row < count; ++row) {
             float* x = buffer.tile + row * TILE;
             if (cap > 0) ops.soft_cap_row(x, cap, width);

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 31
+ABI_VERSION = 32
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -101,6 +101,20 @@ class Layer(ctypes.Structure):
     )
 
 
+class Screen(ctypes.Structure):
+    """PjScreen."""
+
+    _fields_ = (
+        ("rough", Linear),
+        ("directions", c_void_p),
+        ("factors", c_void_p),
+        ("lost", c_void_p),
+        ("count", c_int64),
+        ("beside", c_float),
+        ("unused", c_int32),
+    )
+
+
 class Model(ctypes.Structure):
     """PjModel."""
 
@@ -111,6 +125,7 @@ class Model(ctypes.Structure):
         ("positions", c_void_p),
         ("final_norm", c_void_p),
         ("head", Linear),
+        ("screen", POINTER(Screen)),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("num_layers", c_int64),
@@ -277,6 +292,7 @@ STRUCTURES = (
     LowRank,
     Selection,
     Experts,
+    Screen,
 )  # in the order of pj_struct_bytes
 
 # name → (result, arguments)

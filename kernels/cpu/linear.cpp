@@ -191,6 +191,17 @@ void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int6
     if (n0 < end) ops.float_linear(linear, rows.x, linear.k, count, n0, end, out, ldo, add);
 }
 
+PjLinear part_of_linear(const PjLinear& linear, int64_t begin, int64_t end) {
+    PjLinear part = linear;
+    const int64_t bytes = in_panels(linear) ? column_bytes(linear) : linear.k * (linear.dtype == PJ_F32 ? 4 : 2);
+    part.weight = static_cast<const char*>(linear.weight) + begin * bytes;
+    part.n = end - begin;
+    if (linear.scale) part.scale += begin;
+    if (linear.comp) part.comp += begin * row_scales(linear);
+    if (linear.bias) part.bias += begin;
+    return part;
+}
+
 void dequantize_row(const PjLinear& linear, int64_t row, float* out) {
     const int64_t first = row / linear.width * linear.width, left = padded_columns(linear) - first;
     const int64_t width = left < linear.width ? left : linear.width, groups = padded_k(linear.k) / 4;

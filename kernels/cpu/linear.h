@@ -57,6 +57,9 @@ void pack_int4(const PjPart* parts, int num_parts, int64_t n, int64_t k, bool sw
 void apply_linear(const Ops& ops, const PjLinear& linear, const Rows& rows, int64_t count, int member, int members,
                   float* out, int64_t ldo, bool add);
 
+// Outputs [begin, end) of a layer as a layer; INT8 and INT4: `begin` is the first of a panel.
+PjLinear part_of_linear(const PjLinear& linear, int64_t begin, int64_t end);
+
 // Row `row` of the weight of a packed INT8 layer without SwiGLU, times its scale: (k).
 void dequantize_row(const PjLinear& linear, int64_t row, float* out);
 

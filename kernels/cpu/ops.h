@@ -127,6 +127,12 @@ inline uint32_t brain_bits(uint32_t bits) {
     return nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
+// Of some outputs: the largest one as it is roughly known, and the most that any of them may be; see ops_screen.h.
+struct Likely {
+    float peak;
+    float limit;
+};
+
 struct Ops {
     const char* name;
 
@@ -197,6 +203,8 @@ struct Ops {
                          const int8_t* const* ahead, const float* scale, int count, float* score, int64_t stride);
     void (*join_scores)(float* score, int heads, int64_t stride, int64_t count, float* value);
     float (*nth_largest)(const float* x, int64_t n, int64_t place);
+
+    Likely (*likely_row)(const float* rough, const float* lost, int64_t n, float reach, float* most);
 
     // Rows of logits and their weights; see ops_sample.h.
     float (*peak_of_row)(const float* x, int64_t n);

@@ -10,6 +10,7 @@ from torch import Tensor
 from penjing.core.errors import ConfigError
 from penjing.core.models.decoder import Decoder
 from penjing.core.runtime.fused import fuse_decoder, why_not_fused
+from penjing.core.runtime.screen import screen_head
 from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import KvDtype
@@ -52,6 +53,8 @@ class Runner:
         self.block_size = block_size
         self.parameters = own_parameters(model) if take_weights else None
         self.fused = fuse_decoder(model)  # the whole step in one call; None: the model's own layers on torch
+        if self.fused is not None:
+            screen_head(self.fused, model)
         self.layers = ModelStep(model) if self.fused is None else None  # the fused step has packed weights of its own
         self._why_not_fused = "" if self.fused is not None else why_not_fused(model)
         self.key_blocks = key_blocks

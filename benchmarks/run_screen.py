@@ -1,0 +1,132 @@
+"""Measure greedy decoding with and without a copy of the LM head in 4 bits (`kernels/screen.py`); appends rows.
+
+    python benchmarks/run_screen.py build/smollm2-int8 build/gemma3-int4
+    python benchmarks/run_screen.py build/gemma3-int4 --processor-time
+
+Answers go on from news, essays and German, one or two at a time, a token with the copy and a token without it in turns;
+they must be equal. Rows are medians over all tokens. With `--processor-time` rows' names begin with `processor_`: one
+thread's time, which other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from lib.models import say, warn_if_busy
+from lib.processor_time import add_processor_time, clock_of
+from lib.rows import RESULTS, Row, append, new_row
+from lib.texts import LATER, SOURCES
+from torch import Tensor
+
+from penjing.core.checkpoint.load import LoadedModel, load_model
+from penjing.core.cli import guarded
+from penjing.core.errors import SetupError
+from penjing.core.runtime.fused import fuse_decoder
+from penjing.core.runtime.screen import screen_head
+from penjing.kernels.cpu import extension
+from penjing.kernels.decoder_step import DecoderStep
+
+TEXTS, PROMPT, ANSWER, PAGE = ("news", "essays", "german"), 64, 64, 16
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifacts", type=Path, nargs="+", help="INT8 or 4-bit artifacts whose LM head has 8 bits")
+    parser.add_argument("--rounds", type=int, default=3, help="answers of each text")
+    add_processor_time(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    arguments = parser.parse_args()
+    warn_if_busy()
+    kernels, now = extension(), clock_of(arguments)
+    if kernels is None:
+        raise SetupError("the C++ kernels are not built; install a C++17 compiler and run pip install -e . again")
+    prefix = "processor_" if arguments.processor_time else ""
+    if arguments.processor_time:
+        kernels.set_num_threads(1)
+    say(f"{kernels.isa}, {kernels.num_threads} threads")
+    rows: list[Row] = []
+    for folder in arguments.artifacts:
+        loaded = load_model(folder)
+        steps = {"plain": fused(loaded, folder), "screened": fused(loaded, folder)}
+        begun = time.perf_counter()
+        if reason := screen_head(steps["screened"], loaded.model):
+            raise SetupError(f"{folder}: {reason}")
+        rows.append(row(f"{folder.name}/load", time.perf_counter() - begun, "s", 1))
+        for streams in (1, 2):
+            seconds: dict[str, list[float]] = {"plain": [], "screened": []}
+            for text in TEXTS:
+                ids = loaded.tokenizer.encode((SOURCES | LATER)[text].text(), allow_special=False)
+                for turn in range(arguments.rounds):
+                    begin = 997 * turn
+                    prompts = [ids[begin + 331 * i :][:PROMPT] for i in range(streams)]
+                    answer(loaded, steps, prompts, seconds, now)
+                say(f"{folder.name}, {streams} streams: {text}")
+            rate = {name: streams / median(each) for name, each in seconds.items()}
+            name = f"{prefix}{folder.name}/{streams}_streams"
+            runs = len(TEXTS) * arguments.rounds
+            rows.append(row(name, rate["screened"], "tok/s", runs, rate["plain"]))
+    append("screen", rows, arguments.results)
+    return 0
+
+
+def fused(loaded: LoadedModel, folder: Path) -> DecoderStep:
+    step = fuse_decoder(loaded.model)
+    if step is None:
+        raise SetupError(f"{folder} does not run as fused steps")
+    return step
+
+
+def answer(
+    loaded: LoadedModel,
+    steps: dict[str, DecoderStep],
+    prompts: list[list[int]],
+    seconds: dict[str, list[float]],
+    now: Callable[[], float],
+) -> None:
+    """Decode after the prompts with each step in turns, each in pages of its own."""
+    config, count, pages = loaded.config, len(prompts), (PROMPT + ANSWER) // PAGE
+    shape = config.num_hidden_layers, 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim
+    pools = {name: torch.zeros(shape, dtype=torch.float16) for name in steps}
+    last = {name: run(steps[name], torch.tensor(prompts), 0, pools[name]) for name in steps}
+    for at in range(PROMPT, PROMPT + ANSWER - 1):
+        for name in sorted(steps, reverse=at % 2 == 0):
+            started = now()
+            last[name] = run(steps[name], last[name][:, None], at, pools[name])
+            seconds[name].append(now() - started)
+        if not torch.equal(last["plain"], last["screened"]):
+            raise AssertionError(f"token {at}: {last}")
+
+
+def run(step: DecoderStep, ids_ST: Tensor, before: int, pool: Tensor) -> Tensor:
+    """(S,) the tokens that follow, of sequences with `before` tokens in their pages."""
+    count, length = ids_ST.shape
+    pages = pool.shape[2] // count
+    positions_ST = before + torch.arange(length).expand(count, length)
+    table_SB = torch.arange(count * pages).view(count, pages)
+    bounds_S1 = torch.arange(count + 1, dtype=torch.int32) * length
+    return step.step_top(
+        1,
+        ids_ST.flatten().int(),
+        positions_ST.flatten().int(),
+        (table_SB[:, :1] * PAGE + positions_ST).flatten(),
+        bounds_S1,
+        torch.full((count,), before + length, dtype=torch.int32),
+        table_SB.int(),
+        bounds_S1[1:] - 1,
+        pool,
+    )[1][:, 0]
+
+
+def row(metric: str, value: float, unit: str, runs: int, whole: float | None = None) -> Row:
+    beside = None if whole is None else "the whole LM head"
+    return new_row("screen", metric, value, unit, runs=runs, baseline=beside, baseline_value=whole)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
