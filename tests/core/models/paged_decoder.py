@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penjing.core.models.attention import Attend
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.latent_attention import pad_values
 from penjing.kernels.kv_cache import write_kv
 from penjing.kernels.paged_attention import paged_attention
+
+
+def no_convolution(layer: int, x: Tensor, count: int) -> list[Tensor]:
+    raise AssertionError(f"layer {layer} has attention")
 
 
 class Pages:
@@ -32,11 +37,13 @@ class Pages:
         context = torch.tensor([past + len(ids) for ids, past, _ in steps], dtype=torch.int32)
         table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(torch.int32)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             k_cache, v_cache = self.pool[layer]
             write_kv(k, v, k_cache, v_cache, slots)
             window = self.config.layer_window(layer)
             lengths, scale, cap = (cu_query, context, table), q.shape[-1] ** -0.5, self.config.attention_cap
             return paged_attention(q, k_cache, v_cache, *lengths, scale, window, cap=cap, sinks_H=sinks)
 
-        return model(torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), pad_values(attend))
+        return model(
+            torch.cat([ids for ids, _, _ in steps]), torch.cat(positions), pad_values(Attend(attend, no_convolution))
+        )

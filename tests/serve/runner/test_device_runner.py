@@ -151,7 +151,7 @@ def test_half_precision_is_near() -> None:
     engine = tiny_engine(loaded, **SETTINGS)
     config = engine.config.model_copy(update={"dtype": "float16", "kv_dtype": "float16"})
     engine.runner = DeviceRunner(loaded.model, config.model_copy(update={"cuda_graphs": False}), DEVICE)
-    assert engine.runner.kv_pool.dtype == torch.float16
+    assert engine.runner.cache.pool.dtype == torch.float16
     found = record(engine)
     answers(engine, PROMPTS[1:2], max_tokens=1)
     assert (found[0] - expected[0]).abs().max() < 0.1 * expected[0].abs().max()
