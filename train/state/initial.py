@@ -106,7 +106,7 @@ def decoder_weights(std: float, num_layers: int, seed: int) -> Weights:
     def weights(name: str, shape: tuple[int, ...]) -> Values:
         if len(shape) < 2:
             return Constant(0.0 if name.endswith("bias") else 1.0)
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        into_residual = name.endswith(("o_proj.weight", "conv.out_proj.weight", "down_proj.weight"))
         return Normal(shape, std / math.sqrt(2 * num_layers) if into_residual else std, seed, name)
 
     return weights
