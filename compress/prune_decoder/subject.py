@@ -86,7 +86,12 @@ class DecoderSubject:
             self.dense: nn.Module = self.build(whole)
             # Windows decide which tokens meet, not which channels: full attention has all the couplings. A soft cap
             # changes each score by itself.
-            plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None, "attention_cap": None}
+            plain: dict[str, Any] = {
+                "layer_types": None,
+                "sliding_window": None,
+                "sliding_windows": None,
+                "attention_cap": None,
+            }
             if self.config.conv_taps:
                 kinds = map(self.config.is_conv, range(self.config.num_hidden_layers))
                 plain["layer_types"] = tuple("short_conv" if conv else "full_attention" for conv in kinds)

@@ -118,12 +118,14 @@ class Runner:
                     *tensors,
                     cache.pool,
                     kv_scale=cache.scale,
+                    row_pool=cache.rows,
                     adapter_T=adapter_T,
                     seen_XE=seen_XE,
                     key_blocks=self.key_blocks,
                 )
                 return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0], self.fused.hidden_RE), ready
-            logits_RV = self.fused.step(*tensors, cache.pool, cache.scale, adapter_T, seen_XE, self.key_blocks)
+            more = adapter_T, seen_XE, self.key_blocks, cache.rows
+            logits_RV = self.fused.step(*tensors, cache.pool, cache.scale, *more)
             return StepScores(logits_RV.numpy(), hidden_RE=self.fused.hidden_RE), ready
 
         assert self.layers is not None

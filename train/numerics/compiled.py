@@ -47,8 +47,8 @@ def compile_model(model: nn.Module, *, is_shared: bool, recompute: bool = False,
 
 
 def _number_by_kind(model: Decoder) -> None:
-    """What mixes tokens knows its layer's number, by which a cache keeps what it reads and the configuration says what it
-    may see. A graph is made for one number: in training without a cache, so layers that see alike take the first's."""
+    """What mixes tokens knows its layer's number, by which a cache keeps what it reads and the configuration says what
+    it may see. A graph is made for one number: in training, without a cache, layers that see alike take the first's."""
     config = model.config
     first: dict[Any, int] = {}
     for layer in model.model.layers:

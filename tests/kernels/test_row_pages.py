@@ -1,0 +1,78 @@
+"""Rows in pages: written and found again as a loop over tokens would, and what a step with convolutions needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penjing.core.models.decoder import Decoder
+from penjing.core.runtime.fused import fuse_decoder
+from penjing.kernels.row_pages import rows_before, write_rows
+from tests.conftest import tiny_config
+from tests.kernels.cpu import needs_extension
+
+SIZE, WIDTH = 4, 6
+
+
+def test_rows_are_those_of_the_tokens_before() -> None:
+    pages = torch.full((12, SIZE, WIDTH), torch.nan)
+    texts = [torch.randn(length, WIDTH) for length in (1, 9, 6)]
+    tables = [[3], [7, 1, 5], [2, 9]]
+    done = [0, 0, 0]
+    for step in ([1, 3, 0], [0, 1, 6], [0, 5, 0]):
+        chosen = [i for i in range(3) if step[i]]
+        slots = [tables[i][p // SIZE] * SIZE + p % SIZE for i in chosen for p in range(done[i], done[i] + step[i])]
+        x_TE = torch.cat([texts[i][done[i] : done[i] + step[i]] for i in chosen])
+        write_rows(x_TE, pages, torch.tensor(slots))
+        cu_query = torch.tensor([0, *(step[i] for i in chosen)]).cumsum(0).int()
+        context = torch.tensor([done[i] + step[i] for i in chosen]).int()
+        table = torch.nn.utils.rnn.pad_sequence([torch.tensor(tables[i]) for i in chosen], batch_first=True).int()
+        for distance, found in zip((3, 2, 1), rows_before(pages, cu_query, context, table, 3), strict=True):
+            wanted = [
+                texts[i][p - distance] if p >= distance else torch.zeros(WIDTH)
+                for i in chosen
+                for p in range(done[i], done[i] + step[i])
+            ]
+            assert torch.equal(found, torch.stack(wanted))
+        done = [before + more for before, more in zip(done, step, strict=True)]
+
+
+def test_a_token_without_a_slot_is_not_written() -> None:
+    pages = torch.zeros(2, SIZE, WIDTH)
+    write_rows(torch.ones(2, WIDTH), pages, torch.tensor([-1, 5]))
+    assert pages.view(-1, WIDTH).sum(1).nonzero().flatten().tolist() == [5]
+    with pytest.raises(ValueError, match=r"x has shape \(2, 5\); \(2, 6\) is needed"):
+        write_rows(torch.ones(2, 5), pages, torch.tensor([0, 1]))
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_pool": None}, "row_pool must be given"),
+        ({"row_pool": torch.zeros(1, 2, 8, 64)}, "with the blocks of kv_pool"),
+        ({"row_pool": torch.zeros(2, 3, 8, 64)}, "row_pool has shape"),
+        ({"row_pool": torch.zeros(1, 3, 8, 64).half()}, "row_pool"),
+        ({"block_table_SB": torch.tensor([[3, 1]]).int()}, "an id outside the cache"),
+    ],
+)
+def test_a_step_needs_the_pages_of_its_convolutions(changes: dict[str, Any], message: str) -> None:
+    config = tiny_config(model_type="penjing", layer_types=("full_attention", "short_conv"), conv_taps=3)
+    step = fuse_decoder(Decoder(config))
+    assert step is not None
+    arguments: dict[str, Any] = {
+        "token_ids_T": torch.tensor([5]).int(),
+        "positions_T": torch.tensor([8]).int(),
+        "slot_T": torch.tensor([8]),
+        "cu_query_S1": torch.tensor([0, 1]).int(),
+        "context_len_S": torch.tensor([9]).int(),
+        "block_table_SB": torch.tensor([[2, 1]]).int(),
+        "logit_rows_R": torch.tensor([0]).int(),
+        "kv_pool": torch.zeros(1, 2, 3, 2, 8, 16),
+        "row_pool": torch.zeros(1, 3, 8, 64),
+    }
+    assert step.step(**arguments).shape == (1, 320)
+    with pytest.raises(ValueError, match=message):
+        step.step(**arguments | changes)
