@@ -65,6 +65,7 @@ class DecoderSubject:
         self.kept_whole: dict[str, str] = {}
         self._checkpoint = open_checkpoint(folder)
         check_model(self._checkpoint)
+        self._stored_names = frozenset(self._checkpoint.tensor_names)
         refuse_experts(self._checkpoint.config, folder, "pruning")
         if self._checkpoint.manifest is not None:
             verify(folder)
@@ -158,9 +159,12 @@ class DecoderSubject:
         return Decoder(config).to(torch.get_default_device()).eval()
 
     def item_bytes(self, name: str) -> int:
-        """See `Subject`; all layers are taken to be stored as the first is."""
-        first = re.sub(r"^model\.layers\.\d+\.", f"model.layers.{self._kept[0]}.", name)
-        return getattr(torch, DTYPES[self._checkpoint.dtype(first)]).itemsize
+        """See `Subject`; all layers are taken to be stored as the first that has such a tensor."""
+        if (inside := re.fullmatch(r"model\.layers\.\d+\.(.+)", name)) is not None:
+            layers = range(self._checkpoint.config.num_hidden_layers)
+            names = (f"model.layers.{layer}.{inside[1]}" for layer in layers)
+            name = next(each for each in names if each in self._stored_names)
+        return getattr(torch, DTYPES[self._checkpoint.dtype(name)]).itemsize
 
     def write(self, partial: Path, config: Any, cuts: Mapping[str, Cut], created_by: dict[str, Any]) -> None:
         """See `Subject`; each tensor stays in its stored type."""
