@@ -150,7 +150,10 @@ class DecoderConfig(Config):
         "repeats; none: all slide if sliding_window is set.",
     )
     conv_taps: Whole = Field(
-        default=0, ge=0, description="Tokens that a layer of short_conv reads, its own included; 0: there is none."
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Tokens that a layer of short_conv reads, its own included; 0: there is none.",
     )
     conv_bias: Flag = Field(default=False, description="Whether the layers of short_conv have biases.")
     sliding_windows: tuple[Whole, ...] | None = Field(

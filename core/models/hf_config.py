@@ -79,6 +79,7 @@ FOLDED = {
     "apertus": "ApertusForCausalLM",
     "bitnet": "BitNetForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
     "gptj": "GPTJForCausalLM",

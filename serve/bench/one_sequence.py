@@ -51,7 +51,7 @@ class OneSequence:
         table = torch.arange(self.cache.pool.shape[2], dtype=torch.int32)[None]
         lengths = torch.tensor([0, len(ids_T)]).int(), torch.tensor([end]).int()
         numbers = ids_T.int(), position.int(), position, *lengths, table, wanted.int(), self.cache.pool
-        return self.step.step(*numbers, self.cache.scale, key_blocks=blocks or self.blocks)
+        return self.step.step(*numbers, self.cache.scale, key_blocks=blocks or self.blocks, row_pool=self.cache.rows)
 
     def prefill(self, ids_T: Tensor, start: int) -> None:
         """Compute tokens in chunks, so that those of a later chunk choose among blocks of an earlier one."""

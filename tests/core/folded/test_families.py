@@ -278,7 +278,7 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **ho
             plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
             parameter.copy_(plain + torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.15))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder, **how)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
