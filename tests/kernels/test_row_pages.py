@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,6 +46,39 @@ def test_a_token_without_a_slot_is_not_written() -> None:
     assert pages.view(-1, WIDTH).sum(1).nonzero().flatten().tolist() == [5]
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\); \(2, 6\) is needed"):
         write_rows(torch.ones(2, 5), pages, torch.tensor([0, 1]))
+
+
+@needs_extension
+@pytest.mark.parametrize("taps", [1, 3, 12])
+def test_a_step_of_any_rows_gives_the_same_bits(taps: int) -> None:
+    """In blocks of eight tokens, of which two sequences have theirs in turn."""
+    torch.manual_seed(taps)
+    types = ("short_conv", "full_attention", "short_conv")
+    config = tiny_config(model_type="penjing", num_hidden_layers=3, layer_types=types, conv_taps=taps)
+    step = fuse_decoder(Decoder(config))
+    assert step is not None
+    ids, tables = torch.randint(0, 320, (2, 150)).int(), torch.arange(38).view(19, 2).t().contiguous().int()
+    found = []
+    for cuts in ([0, 150], [0, 1, 2, 40, 41, 120, 150], list(range(0, 151, 15))):
+        pools = torch.zeros(1, 2, 38, 2, 8, 16), torch.full((2, 38, 8, 64), torch.nan)
+        rows = []
+        for begin, end in pairwise(cuts):
+            positions = torch.arange(begin, end)
+            slots = tables[:, positions // 8].long() * 8 + positions % 8
+            both = torch.arange(2 * (end - begin), dtype=torch.int32)
+            lengths = torch.tensor([0, end - begin, 2 * (end - begin)]).int(), torch.tensor([end, end]).int()
+            numbers = (
+                ids[:, begin:end].reshape(-1).contiguous(),
+                positions.int().repeat(2),
+                slots.flatten(),
+                *lengths,
+                tables,
+                both,
+            )
+            rows.append(step.step(*numbers, pools[0], row_pool=pools[1]).clone().unflatten(0, (2, -1)))
+        found.append(torch.cat(rows, 1))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @needs_extension
