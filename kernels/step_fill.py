@@ -73,9 +73,9 @@ def _fill(out: abi.Layer, layer: LayerWeights, packer: Packer, hidden: int, num_
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         out.sinks = vector(layer.sinks, num_heads)
     if layer.taps is not None:
-        taps_KE = layer.taps.detach().float().t().contiguous()
-        packer.kept.append(taps_KE)
-        out.taps, out.num_taps = taps_KE.data_ptr(), len(taps_KE)
+        taps_EK = layer.taps.detach().float().contiguous()
+        packer.kept.append(taps_EK)
+        out.taps, out.num_taps = taps_EK.data_ptr(), taps_EK.shape[1]
         out.tap_bias = vector(layer.tap_bias, hidden)
     out.attended_norm = vector(layer.attended_norm, size(layer.out)[1])
     out.inner_norm = vector(layer.inner_norm, size(layer.down)[1])

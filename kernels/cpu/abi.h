@@ -76,7 +76,7 @@ struct PjLayer {
     const float* attended_norm;  // (heads × head_dim) or null: of what `out` reads
     const float* inner_norm;   // (k of down) or null: of what `down` reads, before its transform
     const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
-    const float* taps;         // (num_taps, hidden) factors of the channels of so many tokens, the last one's own, or null
+    const float* taps;         // (hidden, num_taps) factors of the channels of so many tokens, the last one's own, or null
     const float* tap_bias;     // (hidden) or null
     const PjExperts* experts;  // or null; with experts, gate_up and down are those of the first one
     int64_t window;            // keys a query sees, itself included; 0: all

@@ -52,8 +52,7 @@ void Layers::convolve(const Team& team, int64_t index, const uint8_t* wanted, fl
                     const int64_t block = s.block_table[i * s.table_stride + at / in.block_size];
                     x = gated_row(layer, block * in.block_size + at % in.block_size);
                 }
-                const float* factor = layer.taps + tap * hidden;
-                for (int64_t j = 0; j < hidden; ++j) out[j] += factor[j] * x[j];
+                for (int64_t j = 0; j < hidden; ++j) out[j] += layer.taps[j * layer.num_taps + tap] * x[j];
             }
             for (int64_t j = 0; layer.tap_bias && j < hidden; ++j) out[j] += layer.tap_bias[j];
             const float* gate = step_.qkv + row * stride + hidden;

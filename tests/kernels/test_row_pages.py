@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penjing.core.models.decoder import Decoder
+from penjing.core.runtime.batch_invariant import apply_batch_invariance
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.kernels.row_pages import rows_before, write_rows
 from tests.conftest import tiny_config
@@ -79,6 +80,26 @@ def test_a_step_of_any_rows_gives_the_same_bits(taps: int) -> None:
         found.append(torch.cat(rows, 1))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@needs_extension
+def test_a_step_sees_what_is_learnt() -> None:
+    """Where weights are trained beside it, they are used in place."""
+    config = tiny_config(
+        model_type="penjing", layer_types=("full_attention", "short_conv"), conv_taps=3, conv_bias=True
+    )
+    model = Decoder(config).requires_grad_(False)
+    apply_batch_invariance(model)
+    step = fuse_decoder(model)
+    assert step is not None
+    ids, positions = torch.arange(40, 47), torch.arange(7)
+    lengths = torch.tensor([0, 7]).int(), torch.tensor([7]).int()
+    numbers = ids.int(), positions.int(), positions, *lengths, torch.tensor([[0]]).int(), positions.int()
+    for _ in range(2):
+        found = step.step(*numbers, torch.zeros(1, 2, 1, 2, 8, 16), row_pool=torch.zeros(1, 1, 8, 64))
+        torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
+        for name, parameter in model.named_parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * (".taps." in name)
 
 
 @needs_extension
