@@ -34,7 +34,7 @@ from penjing.kernels.cpu import extension
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.serve.engine.config import KvDtype
-from penjing.serve.runner.kv_pool import allocate_pool, bytes_per_block
+from penjing.serve.runner.kv_pool import allocate_cache, bytes_per_block
 
 DTYPES: tuple[KvDtype, ...] = ("float32", "float16", "bfloat16", "int8")
 FLOAT_CACHE = "float32 cache"
@@ -104,7 +104,7 @@ def perplexity(config: DecoderConfig, step: DecoderStep, windows_WT: Tensor, kin
     """exp of the mean negative log-likelihood of each next token of (W, T) windows."""
     window = windows_WT.shape[1]
     num_blocks = window // BLOCK_SIZE
-    pool, scale = allocate_pool(config, num_blocks, BLOCK_SIZE, kind)
+    cache = allocate_cache(config, num_blocks, BLOCK_SIZE, kind)
     table = torch.arange(num_blocks, dtype=torch.int32)[None]
     loss = 0.0
     for index, ids_T in enumerate(windows_WT):
@@ -115,7 +115,7 @@ def perplexity(config: DecoderConfig, step: DecoderStep, windows_WT: Tensor, kin
             lengths = torch.tensor([0, CHUNK]).int(), torch.tensor([end]).int()
             rows = torch.arange(CHUNK).int()
             ids = ids_T[start:end].int()
-            logits = step.step(ids, position.int(), position, *lengths, table, rows, pool, scale)
+            logits = step.step(ids, position.int(), position, *lengths, table, rows, cache.pool, cache.scale)
             next_ids = ids_T[start + 1 : end + 1]
             loss += F.cross_entropy(logits[: len(next_ids)].double(), next_ids, reduction="sum").item()
     return math.exp(loss / (windows_WT.numel() - len(windows_WT)))
@@ -212,7 +212,8 @@ def step_rows(kernels: CpuExtension, config: DecoderConfig, step: DecoderStep, r
         slots = table[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
         ids = torch.randint(0, config.vocab_size, (sequences,)).int()
         for kind in DTYPES:
-            pool, scale = allocate_pool(config, sequences * blocks, BLOCK_SIZE, kind)
+            cache = allocate_cache(config, sequences * blocks, BLOCK_SIZE, kind)
+            pool, scale = cache.pool, cache.scale
             pool.random_(-127, 128) if scale is not None else pool.normal_()
             if scale is not None:
                 scale.uniform_(0.01, 0.02)

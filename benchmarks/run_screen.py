@@ -91,7 +91,7 @@ def answer(
 ) -> None:
     """Decode after the prompts with each step in turns, each in pages of its own."""
     config, count, pages = loaded.config, len(prompts), (PROMPT + ANSWER) // PAGE
-    shape = config.num_hidden_layers, 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim
+    shape = len(config.attention_layers), 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim
     pools = {name: torch.zeros(shape, dtype=torch.float16) for name in steps}
     last = {name: run(steps[name], torch.tensor(prompts), 0, pools[name]) for name in steps}
     for at in range(PROMPT, PROMPT + ANSWER - 1):

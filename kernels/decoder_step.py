@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penjing.kernels.activation import ACTIVATIONS
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import check, float_linear
 from penjing.kernels.cpu.functions import CpuExtension
@@ -25,6 +24,7 @@ from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.kernels.screen import Screen
+from penjing.kernels.step_fill import describe_screen, fill_layers, optional_vector
 from penjing.kernels.step_layers import (
     AnyLinear,
     FloatLinear,
@@ -32,9 +32,6 @@ from penjing.kernels.step_layers import (
     LayerWeights,
     Packer,
     check_layers,
-    describe_screen,
-    fill_experts,
-    gate_up,
     groups_of,
     projections,
     size,
@@ -94,7 +91,9 @@ class DecoderStep:
         self._extension, self._inverse_frequency = extension, inverse_frequency_F.detach().float()
         self._rotary_scale = rotary_scale
         self._kept: list[object] = []  # whatever the structures point to
-        self._pool_shape = (self.num_layers, 2, None, num_kv_heads, None, head_dim)
+        num_convs = sum(layer.taps is not None for layer in layers)
+        self._pool_shape = (self.num_layers - num_convs, 2, None, num_kv_heads, None, head_dim)
+        self._rows_shape = (num_convs, None, None, self.hidden)
         check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
         if size(lm_head) != (self.vocab, self.hidden):
             raise ValueError(f"the LM head has shape {size(lm_head)}; {(self.vocab, self.hidden)} is needed")
@@ -104,12 +103,10 @@ class DecoderStep:
 
         groups = [*groups_of(layers), [lm_head]]
         packer = Packer(extension, self._kept, groups)
-        c_layers = (abi.Layer * len(layers))()
-        for c_layer, layer in zip(c_layers, layers, strict=True):
-            self._fill_layer(c_layer, layer, packer)
+        c_layers = fill_layers(layers, packer, self.hidden, num_heads, head_dim)
         model = abi.Model(
             layers=c_layers,
-            final_norm=self._optional(final_norm, self.hidden),
+            final_norm=optional_vector(final_norm, self.hidden, self._kept),
             head=packer.pack([lm_head]),
             num_layers=len(layers),
             vocab=self.vocab,
@@ -185,6 +182,7 @@ class DecoderStep:
         adapter_T: Tensor | None = None,
         seen_XE: Tensor | None = None,
         key_blocks: StepBlocks | None = None,
+        row_pool: Tensor | None = None,
     ) -> Tensor:
         """Compute T tokens of S sequences: store their keys and values, return the logits of R of them.
 
@@ -197,14 +195,15 @@ class DecoderStep:
             context_len_S: (S,) int32, keys of each sequence, its new tokens included.
             block_table_SB: (S, B) int32; entries no row sees are not read.
             logit_rows_R: (R,) int32, rows whose logits are wanted; R may be 0.
-            kv_pool: (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, float16 or bfloat16, or
-                int8 with scales; written in place. Keys of pages of a multiple of 16 lie by dimension, see
+            kv_pool: (layers with attention, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, float16 or
+                bfloat16, or int8 with scales; written in place. Keys of pages of a multiple of 16 lie by dimension, see
                 `library.Pages`.
-            kv_scale: (num_layers, 2, num_blocks, num_kv_heads, block_size) float32 of an INT8 pool, see `kv_layout`.
+            kv_scale: float32 of an INT8 pool, without its last dimension, see `kv_layout`.
             adapter_T: (T,) int32, each row's slot in `adapters`, −1: none; neighbours of one adapter are computed
                 together. None: no row has one.
             seen_XE: (X, hidden) float32: what token vocab + i enters the first layer with, such as a row of an image.
             key_blocks: rows of layers that are not among its `full_layers` choose what they read; these have no window.
+            row_pool: (convolutions, num_blocks, block_size, hidden) float32, see `row_pages`; None without any.
 
         Returns:
             logits_RV float32, valid until the next call.
@@ -216,7 +215,7 @@ class DecoderStep:
         if num_logits > self._logits.shape[0]:
             self._logits = torch.empty(num_logits, self.vocab)
         inputs = token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool
-        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T, seen_XE, key_blocks)
+        self._run(inputs, kv_scale, 0, self._logits, None, adapter_T, seen_XE, key_blocks, row_pool)
         return self._logits[:num_logits]
 
     def step_top(
@@ -227,12 +226,13 @@ class DecoderStep:
         adapter_T: Tensor | None = None,
         seen_XE: Tensor | None = None,
         key_blocks: StepBlocks | None = None,
+        row_pool: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`step`, but only the `top` largest logits of each row; the others are compared and not written down.
 
         Args:
             top: 1 … 1024.
-            inputs, kv_scale, adapter_T, seen_XE, key_blocks: the arguments of `step`, in its order.
+            inputs, kv_scale, adapter_T, seen_XE, key_blocks, row_pool: the arguments of `step`, in its order.
 
         Returns:
             logits_RK float32 in descending order and ids_RK int32, K = top; equal logits by ascending id, (−inf, −1)
@@ -245,7 +245,7 @@ class DecoderStep:
             raise ValueError(f"top={top}: 1 to {MAX_TOP} is possible")
         num_logits = inputs[6].shape[0]
         logits_RK, ids_RK = torch.empty(num_logits, top), torch.empty(num_logits, top, dtype=torch.int32)
-        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T, seen_XE, key_blocks)
+        self._run(inputs, kv_scale, top, logits_RK, ids_RK, adapter_T, seen_XE, key_blocks, row_pool)
         return logits_RK, ids_RK
 
     def _run(
@@ -258,6 +258,7 @@ class DecoderStep:
         adapter_T: Tensor | None,
         seen_XE: Tensor | None,
         key_blocks: StepBlocks | None,
+        row_pool: Tensor | None,
     ) -> None:
         token_ids_T, positions_T, slot_T, cu_query_S1, context_len_S, block_table_SB, logit_rows_R, kv_pool = inputs
         num_rows, num_sequences, num_logits = token_ids_T.shape[0], context_len_S.shape[0], logit_rows_R.shape[0]
@@ -275,7 +276,7 @@ class DecoderStep:
         if kv_scale is not None:
             check_int8_head_dim(kv_pool.shape[-1])
             addresses.append(_address("kv_scale", kv_scale, torch.float32, tuple(kv_pool.shape[:-1])))
-        if num_rows == 0 or 0 in kv_pool.shape:
+        if num_rows == 0 or 0 in kv_pool.shape[1:]:
             raise ValueError(f"a step of {num_rows} tokens on a cache of shape {tuple(kv_pool.shape)}")
         tokens, positions, slots, rows, cu_query, context_len, table, pool, *scales = addresses
         step = abi.StepInput(
@@ -301,6 +302,10 @@ class DecoderStep:
         if seen_XE is not None:
             step.seen = _address("seen_XE", seen_XE, torch.float32, (None, self.hidden))
             step.num_seen = seen_XE.shape[0]
+        if self._rows_shape[0]:
+            if row_pool is None or row_pool.shape[1:3] != (step.num_blocks, step.block_size):
+                raise ValueError("row_pool must be given, with the blocks of kv_pool: the decoder has convolutions")
+            step.gated = _address("row_pool", row_pool, torch.float32, self._rows_shape)
         if key_blocks is not None:
             self._add_key_blocks(step, key_blocks, kv_pool)
         if self.hidden_RE is not None:
@@ -353,46 +358,6 @@ class DecoderStep:
         if not self._decoder:
             raise MemoryError("no memory for the decoder")
         self._release = weakref.finalize(self, library.pj_free_decoder, self._decoder)
-
-    def _fill_layer(self, out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
-        out.num_qkv = packer.fill(out.qkv, (layer.q, layer.k, layer.v))
-        out.out = packer.pack([layer.out])
-        clamped = layer.activation == "clamped_swiglu"
-        out.activation = len(ACTIVATIONS) if clamped else ACTIVATIONS.index(layer.activation)
-        out.gated = layer.up is not None
-        out.curve[:] = layer.curve
-        out.parallel = layer.parallel
-        if layer.experts is not None:
-            fill_experts(out, layer, packer)
-        else:
-            out.num_gate_up = packer.fill(out.gate_up, gate_up(layer), layer.activation)
-            out.down = packer.pack([layer.down])
-        for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
-            setattr(out, name, self._optional(getattr(layer, name), self.hidden))
-        head_dim, whole = self._pool_shape[-1], layer.whole_norm
-        out.q_norm = self._optional(layer.q_norm, size(layer.q)[0] if whole else head_dim)
-        out.k_norm = self._optional(layer.k_norm, size(layer.k)[0] if whole else head_dim)
-        if whole and (layer.q_norm is None or layer.k_norm is None or layer.norm_rotated):
-            raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
-        out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
-        out.sinks = self._optional(layer.sinks, self._num_heads)
-        out.attended_norm = self._optional(layer.attended_norm, size(layer.out)[1])
-        out.inner_norm = self._optional(layer.inner_norm, size(layer.down)[1])
-        if layer.window is not None and layer.window < 1:
-            raise ValueError(f"window={layer.window}: at least 1 key is needed")
-        out.window = layer.window or 0
-        if layer.hadamard:
-            check_block(layer.hadamard, size(layer.down)[1])
-        out.hadamard = layer.hadamard
-
-    def _optional(self, tensor: Tensor | None, size: int | None) -> int | None:
-        if tensor is None:
-            return None
-        if tensor.shape != (size,):
-            raise ValueError(f"a norm or sinks have shape {tuple(tensor.shape)}; ({size},) is needed")
-        vector = tensor.detach().float().contiguous()
-        self._kept.append(vector)
-        return vector.data_ptr()
 
 
 def _address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> int:

@@ -18,7 +18,6 @@ from penjing.kernels.cpu.packing import Panels
 from penjing.kernels.int4_linear import FLOATING, PackedInt4
 from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import LINE, PROJECTIONS
-from penjing.kernels.screen import Screen
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,12 @@ class ExpertLayers:
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer. Norm weights are (hidden,), head norms (head_dim,) or, over all heads at once, (heads ×
-    head_dim,); None: there is none. Window in keys, None: all."""
+    head_dim,); None: there is none. Window in keys, None: all. A layer with a short convolution in place of attention
+    has `taps`, and no k and v: q gives what gates its input, what gates its result, and the input, (3 × hidden)."""
 
     q: AnyLinear
-    k: AnyLinear
-    v: AnyLinear
+    k: AnyLinear | None
+    v: AnyLinear | None
     out: AnyLinear
     gate: AnyLinear
     up: AnyLinear | None
@@ -123,6 +123,10 @@ class LayerWeights:
     """Whether the MLP reads what attention reads, and both are added."""
     rotary: int = 0
     """Row of the frequencies that the layer rotates by."""
+    taps: Tensor | None = None
+    """(hidden, taps) factors of the channels of the last tokens, the last one's own."""
+    tap_bias: Tensor | None = None
+    """(hidden,): added to their sum."""
 
 
 class Packer:
@@ -202,16 +206,6 @@ def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | Packed
     return [Panels(packer.pack([each]), packer.memory, each.in_features, each.out_features) for each in linears]
 
 
-def describe_screen(screen: Screen, extension: CpuExtension, kept: list[object]) -> abi.Screen:
-    """The copy of an LM head, packed; `kept` gets what the description points to."""
-    rough = Packer(extension, kept, [[screen.rough]]).pack([screen.rough])
-    vectors = screen.directions_DE, screen.factors_D, screen.lost_V
-    addresses = [vector.data_ptr() for vector in vectors]
-    described = abi.Screen(rough, *addresses, len(screen.factors_D), screen.beside)
-    kept += [*vectors, described]
-    return described
-
-
 def joins(group: Sequence[AnyLinear]) -> bool:
     """Whether layers of one input are packed as one: all INT8, as bytes or in 4 bits with the same groups, or all INT4
     with the same groups, type of scales and offsets or none. Activations of INT4 layers have as many bits, which
@@ -227,13 +221,18 @@ def joins(group: Sequence[AnyLinear]) -> bool:
 def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
     """Layers of the same input, layer by layer."""
     for layer in layers:
-        yield from ((layer.q, layer.k, layer.v), (layer.out,))
+        yield from (mixers(layer), (layer.out,))
         if layer.experts is None:
             yield from (gate_up(layer), (layer.down,))
             continue
         for pair in zip(layer.experts.gates, layer.experts.ups, strict=True):
             yield from (pair,) if layer.activation != "clamped_swiglu" else ((each,) for each in pair)
         yield from ((down,) for down in layer.experts.downs)
+
+
+def mixers(layer: LayerWeights) -> Sequence[AnyLinear]:
+    """What before attention, or the convolution in its place, reads the residual."""
+    return tuple(linear for linear in (layer.q, layer.k, layer.v) if linear is not None)
 
 
 def gate_up(layer: LayerWeights) -> Sequence[AnyLinear]:
@@ -323,6 +322,15 @@ def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> 
         raise ValueError(f"layer {index}: experts must be stored alike")
 
 
+def _check_convolution(index: int, layer: LayerWeights, hidden: int) -> None:
+    assert layer.taps is not None
+    if layer.taps.dim() != 2 or layer.taps.shape[0] != hidden or layer.taps.shape[1] < 1:
+        raise ValueError(f"layer {index}: taps have shape {tuple(layer.taps.shape)}; ({hidden}, taps) is needed")
+    others = ("k", "v", "q_norm", "k_norm", "sinks", "window", "attended_norm")
+    if found := [name for name in others if getattr(layer, name) is not None]:
+        raise ValueError(f"layer {index}: a convolution has no {', '.join(found)}")
+
+
 def stored_unlike(experts: ExpertLayers) -> bool:
     """Whether some experts have other bits, groups or zero points than others, so that their rows do not lie alike."""
     trios = zip(experts.gates, experts.ups, experts.downs, strict=True)
@@ -351,11 +359,15 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
             raise ValueError(f"layer {index}: {layer.activation} of a gate; possible are {', '.join(GATED)}")
         if layer.parallel and layer.out_norm is not None:
             raise ValueError(f"layer {index}: parallel, with norms behind attention and MLP")
+        if layer.taps is not None:
+            _check_convolution(index, layer, hidden)
+        elif layer.k is None or layer.v is None:
+            raise ValueError(f"layer {index}: k or v is missing, and there are no taps")
         shapes = {
-            "q": (q_size, hidden),
+            "q": (q_size if layer.taps is None else 3 * hidden, hidden),
             "k": (kv_size, hidden),
             "v": (kv_size, hidden),
-            "out": (hidden, q_size),
+            "out": (hidden, q_size if layer.taps is None else hidden),
             "gate": (inner, hidden),
             "up": (inner, hidden),
             "down": (hidden, inner),

@@ -41,7 +41,8 @@ from penjing.kernels.rounding import INT8_LIMIT
 SAMPLE_ROWS = 4096  # calibration tokens whose activations are kept while their layer is done
 ERROR_ROWS = 512  # of them, for output errors
 FEW_ROWS = 128  # of them: an expert that saw fewer is calibrated as if it had seen all
-_OBSERVED = (".q_proj", ".o_proj", ".gate_proj", ".down_proj", "mlp.gate")  # the first of those that share an input
+# The first of those that share an input.
+_OBSERVED = (".q_proj", ".o_proj", ".in_proj", ".out_proj", ".gate_proj", ".down_proj", "mlp.gate")
 
 
 class Activations:
@@ -173,7 +174,7 @@ def compress_layer(
             )
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
-    if settings.kv_cache == "int8":
+    if settings.kv_cache == "int8" and not stream.config.is_conv(layer):
         values_divided = inner_norm(weights, "self_attn.o_proj") is None  # else the norm is
         tensors |= largest.scales(scales.get("self_attn.o_proj") if values_divided else None)
     return CompressedLayer(tensors, errors, few, changes)

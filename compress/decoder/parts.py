@@ -1,7 +1,8 @@
 """Which linear layers of a decoder layer read the same activations, with experts or without.
 
 Everything follows from the names of the layer's tensors: "mlp.up_proj.weight" of a plain MLP, "mlp.experts.3.up_proj.
-weight" of an expert, "mlp.shared_experts.…" of the MLP that all tokens take beside them, "mlp.gate.weight" of a router.
+weight" of an expert, "mlp.shared_experts.…" of the MLP that all tokens take beside them, "mlp.gate.weight" of a router,
+"conv.in_proj.weight" of a short convolution.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ def gate_up(names: Iterable[str], mlp: str) -> tuple[str, ...]:
     return both if f"{both[1]}.weight" in names else both[:1]
 
 
+def mixer(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """What reads the input of a layer's attention, or of the convolution in its place, and the linear layer that gives
+    its result."""
+    if "conv.in_proj.weight" in names:
+        return ("conv.in_proj",), "conv.out_proj"
+    return ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
+
+
 def is_routed(name: str) -> bool:
     """Whether the MLP or linear layer `name` sees only the tokens that a router sends it."""
     return name.startswith("mlp.experts.")
@@ -36,7 +45,7 @@ def norm_readers(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     routers = [name for name in ROUTERS if f"{name}.weight" in names]
     inner = [linear for mlp in sorted(mlps(names)) for linear in gate_up(names, mlp)]
     readers = {
-        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "input_layernorm": mixer(names)[0],
         "post_attention_layernorm": (*routers, *inner),
     }
     return {norm: linears for norm, linears in readers.items() if f"{norm}.weight" in names}
@@ -51,11 +60,9 @@ def inner_norm(names: Iterable[str], linear: str) -> str | None:
 
 def same_input(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Linear layers that become INT8 and read the same activations, by the first of them."""
-    groups = {
-        "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "self_attn.o_proj": ("self_attn.o_proj",),
-    }
     names = set(names)
+    readers, out = mixer(names)
+    groups = {readers[0]: readers, out: (out,)}
     for mlp in mlps(names):
         groups[f"{mlp}.gate_proj"] = gate_up(names, mlp)
         groups[f"{mlp}.down_proj"] = (f"{mlp}.down_proj",)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.parts import mlps, norm_readers
+from penjing.compress.decoder.parts import mixer, mlps, norm_readers
 from penjing.compress.decoder.stream import Weights
 from penjing.core.artifact.transform import flat_matrix
 from penjing.core.models.config import DecoderConfig
@@ -60,10 +60,13 @@ def rotate_layer(weights: Weights, config: DecoderConfig, residual_EE: Tensor, h
         fold_norm(weights[f"{norm}.weight"], *(weights[f"{linear}.weight"] for linear in linears))
         for linear in linears:
             weights[f"{linear}.weight"] = rotate_input(weights[f"{linear}.weight"], residual_EE)
-    for linear in ("self_attn.o_proj", *(f"{mlp}.down_proj" for mlp in mlps(weights))):
+    mixed = mixer(weights)[1]
+    for linear in (mixed, *(f"{mlp}.down_proj" for mlp in mlps(weights))):
         for name in (f"{linear}.weight", f"{linear}.bias"):
             if name in weights:
                 weights[name] = rotate_output(weights[name], residual_EE)
+    if mixed != "self_attn.o_proj":
+        return  # each channel of a convolution has weights of its own
     per_head_q = torch.block_diag(*[head_DD] * config.num_attention_heads)
     per_head_v = torch.block_diag(*[head_DD] * config.num_key_value_heads)
     for name in ("self_attn.v_proj.weight", "self_attn.v_proj.bias"):

@@ -2,8 +2,8 @@
 
 A linear computes (x / s)·(W × s)ᵀ for any positive s, one value an input channel. Dividing by s costs nothing where
 what produces x can absorb it: a norm's weight, the rows of `up_proj` (the gated product is linear in it; an MLP without
-a gate and gpt-oss's experts absorb nothing), the rows of `v_proj` (attention mixes positions, not channels). Where a
-norm stands before `down_proj` or `o_proj`, as in BitNet, its weight absorbs.
+a gate and gpt-oss's experts absorb nothing), the rows of `v_proj` (attention mixes positions, not channels), those of
+the gate behind a convolution. Where a norm stands before `down_proj` or `o_proj`, as in BitNet, its weight absorbs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penjing.compress.decoder.parts import inner_norm, mlps, norm_readers
+from penjing.compress.decoder.parts import inner_norm, mixer, mlps, norm_readers
 from penjing.compress.decoder.settings import Transform
 from penjing.compress.decoder.stream import Weights
+from penjing.core.artifact.transform import behind_gate
 from penjing.core.models.config import DecoderConfig
 
 QUANTILE = 0.99  # over tokens: the attention-sink tokens are too few to decide, and too large to be typical
@@ -141,8 +142,14 @@ def smooth_linears(
             _divide_outputs(weights, before, scale_K)
             weights[f"{down}.weight"].mul_(scale_K)
             scales[down] = scale_K
-    if transform.smooth_output > 0:
-        out, weight_NK = "self_attn.o_proj", weights["self_attn.o_proj.weight"]
+    out = mixer(weights)[1]
+    if transform.smooth_output > 0 and out == "conv.out_proj":
+        scale_K = rule_of(out)(samples[out], weights[f"{out}.weight"], transform.smooth_output, None)
+        _divide_outputs(weights, "conv.in_proj", behind_gate(scale_K))
+        weights[f"{out}.weight"].mul_(scale_K)
+        scales[out] = scale_K
+    elif transform.smooth_output > 0:
+        weight_NK = weights[f"{out}.weight"]
         norm = inner_norm(weights, out)
         heads = Heads(config.num_key_value_heads, config.head_dim) if norm is None else None
         scale_C = rule_of(out)(samples[out], weight_NK, transform.smooth_output, heads)

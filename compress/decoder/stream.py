@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -118,7 +119,7 @@ class LayerStream:
         """Send `hidden_WTE` through a layer, window by window, in place; `attend`: instead of the network's own."""
         sees = attend or causal_attention(self._decoder.config)
 
-        def watched(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        def watched(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             if observe_kv is not None:
                 observe_kv(k, v)
             return sees(layer, q, k, v, sinks)
@@ -127,13 +128,14 @@ class LayerStream:
         cos, sin = self._angles(module, hidden_WTE.shape[1])
         try:
             for window_TE in hidden_WTE:
-                window_TE.copy_(module(window_TE[None], cos, sin, watched)[0])
+                window_TE.copy_(module(window_TE[None], cos, sin, replace(sees, attention=watched))[0])
         finally:
             for handle in handles:
                 handle.remove()
 
     def halves(self, module: DecoderLayer, num_tokens: int) -> tuple[Half, Half]:
-        """Attention and MLP of a layer, each with its norm and added to the residual stream.
+        """Attention, or what stands in its place, and MLP of a layer, each with its norm and added to the residual
+        stream.
 
         Raises:
             ConfigError: they are no halves, since both read what enters the layer.
@@ -148,7 +150,7 @@ class LayerStream:
         return lambda x_1TE: module.with_attention(x_1TE, cos, sin, attend), module.with_mlp
 
     def _angles(self, module: DecoderLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return layer_angles(self.config, self._inverse_frequency, torch.arange(num_tokens))(module.self_attn.layer)
+        return layer_angles(self.config, self._inverse_frequency, torch.arange(num_tokens))(module.mixer.layer)
 
     def head_weight(self) -> Tensor:
         """(V, E) weight of the LM head as it is stored: the embedding where they are tied."""

@@ -118,6 +118,8 @@ class AttentionRelations:
         for config in (student, teacher):
             if not isinstance(config, DecoderConfig) or config.latent_attention is not None:
                 raise ConfigError("weights.relations is for decoders with plain attention; set it to 0")
+            if config.is_conv(config.num_hidden_layers - 1):
+                raise ConfigError("weights.relations is of the last layer's attention, and it has none; set it to 0")
             widths += [config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim]
             windows += filter(None, [config.layer_window(config.num_hidden_layers - 1)])
         common = gcd(*widths)

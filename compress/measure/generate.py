@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penjing.compress.decoder.stream import LOGIT_ROWS
-from penjing.core.models.attention import attend_last, causal_attention
+from penjing.core.models.attention import Attend, attend_last, causal_attention
 from penjing.core.models.decoder import Decoder
 
 TOGETHER = 16  # sequences that go on side by side
 
 
 class Sequences:
-    """Sequences whose keys and values are kept, so that one more token of each costs one token's work.
+    """Sequences whose keys and values are kept, and what convolutions read, so that one more token of each costs one
+    token's work.
 
     Args:
         prompts: token ids, one or more each.
@@ -31,24 +32,13 @@ class Sequences:
 
     def __init__(self, model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
         self._model = model
-        self._kept: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in prompts]
+        self._kept: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in prompts]
         self.lengths = [len(prompt) for prompt in prompts]
         causal = causal_attention(model.config)
         rows = []
         for kept, prompt in zip(self._kept, prompts, strict=True):
-
-            def keep(
-                layer: int,
-                q: Tensor,
-                k: Tensor,
-                v: Tensor,
-                sinks: Tensor | None = None,
-                kept: dict[int, tuple[Tensor, Tensor]] = kept,
-            ) -> Tensor:
-                kept[layer] = k[0], v[0]
-                return causal(layer, q, k, v, sinks)
-
-            rows.append(model(torch.tensor([list(prompt)]), attend=keep, logit_rows=torch.tensor([len(prompt) - 1])))
+            attend = _kept_in(kept, causal)
+            rows.append(model(torch.tensor([list(prompt)]), attend=attend, logit_rows=torch.tensor([len(prompt) - 1])))
         self.logits = torch.cat(rows)
 
     def following(self, tokens: Sequence[int], rows: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
@@ -58,24 +48,45 @@ class Sequences:
             keep: the token stays part of its sequence.
         """
         chosen = list(range(len(self._kept))) if rows is None else list(rows)
-        grown: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in chosen]
+        grown: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in chosen]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            found = []
+        def grow(layer: int, *new: Tensor) -> list[tuple[Tensor, ...]]:
+            """Per sequence what it kept of the layer and its row of each of `new`."""
             for place, row in enumerate(chosen):
-                old = self._kept[row][layer]
-                both = torch.cat([old[0], k[place, None]]), torch.cat([old[1], v[place, None]])
-                grown[place][layer] = both
-                found.append(attend_last(self._model.config, layer, q[place, None], *both, sinks))
-            return torch.cat(found)
+                pairs = zip(self._kept[row][layer], new, strict=True)
+                grown[place][layer] = tuple(torch.cat([old, x[place, None]]) for old, x in pairs)
+            return [each[layer] for each in grown]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            kept = zip(q, grow(layer, k, v), strict=True)
+            rows = [(x[None], both[0], both[1], sinks) for x, both in kept]
+            return torch.cat([attend_last(self._model.config, layer, *row) for row in rows])
+
+        def before(layer: int, x: Tensor, count: int) -> list[Tensor]:
+            last = [F.pad(kept, (0, 0, count, 0))[-count - 1 :] for (kept,) in grow(layer, x)]
+            return list(torch.stack(last, 1)[:count])
 
         positions = torch.tensor([self.lengths[row] for row in chosen])
-        logits = self._model(torch.tensor(list(tokens)), positions, attend)
+        logits = self._model(torch.tensor(list(tokens)), positions, Attend(attend, before))
         if keep:
             for row, kept in zip(chosen, grown, strict=True):
                 self._kept[row] = kept
                 self.lengths[row] += 1
         return logits
+
+
+def _kept_in(kept: dict[int, tuple[Tensor, ...]], sees: Attend) -> Attend:
+    """`sees` of one sequence, which keeps what its later tokens will read, by layers."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        kept[layer] = k[0], v[0]
+        return sees(layer, q, k, v, sinks)
+
+    def before(layer: int, x: Tensor, count: int) -> list[Tensor]:
+        kept[layer] = (x[0],)
+        return sees.before(layer, x, count)
+
+    return Attend(attend, before)
 
 
 @torch.no_grad()

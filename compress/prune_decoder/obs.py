@@ -25,7 +25,7 @@ from penjing.compress.decoder.stream import Half, LayerStream
 from penjing.compress.prune.graph import Group
 from penjing.compress.prune.importance import Scores
 from penjing.compress.prune.ranking import MAX_SHARE
-from penjing.compress.prune_decoder.reconstruct import ATTENTION, DAMPING, MLP
+from penjing.compress.prune_decoder.reconstruct import DAMPING, MLP, last_layers
 from penjing.compress.prune_decoder.subject import kept_layers
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError
@@ -58,7 +58,7 @@ def obs_scores(
         found = [
             (position, name)
             for position, place in enumerate(group.places)
-            for name in (ATTENTION, MLP)
+            for name in ("self_attn.o_proj", MLP)
             if place.dim == 1 and place.tensor.endswith(f"{name}.weight")
         ]
         if len(found) != 1:
@@ -75,7 +75,7 @@ def obs_scores(
     progress.start("which units others can stand for", stream.config.num_hidden_layers)
     for layer in range(stream.config.num_hidden_layers):
         module = stream.float_layer(layer, stream.weights(layer))
-        for name, half in zip((ATTENTION, MLP), stream.halves(module, windows_WT.shape[1]), strict=True):
+        for name, half in zip(last_layers(module), stream.halves(module, windows_WT.shape[1]), strict=True):
             wanted = readers.get((layer, name), [])
             linear = module.get_submodule(name)
             assert isinstance(linear, nn.Linear)

@@ -26,7 +26,12 @@ from penjing.core.progress import Progress
 
 DAMPING = 0.01  # of the mean of the diagonal: the fitted weights are drawn towards the old ones
 OWN_DAMPING = 0.1  # of a layer's own output: of SmolLM2 better than 0.01 on all of five texts
-ATTENTION, MLP = "self_attn.o_proj", "mlp.down_proj"
+MLP = "mlp.down_proj"
+
+
+def last_layers(layer: DecoderLayer) -> tuple[str, str]:
+    """The linear layers through which the halves of `layer` end."""
+    return "conv.out_proj" if layer.is_conv else "self_attn.o_proj", MLP
 
 
 class NormalEquations:
@@ -103,10 +108,11 @@ def reconstruct(
     for layer, run in enumerate(runs):
         whole_layer = source.float_layer(run[0], source.weights(run[0]))
         pruned_layer = left.float_layer(layer, left.weights(layer))
-        fewer = {name: _inputs(pruned_layer, name) < _inputs(whole_layer, name) for name in (ATTENTION, MLP)}
+        names = last_layers(pruned_layer)
+        fewer = {name: _inputs(pruned_layer, name) < _inputs(whole_layer, name) for name in names}
         fewer[MLP] |= len(run) > 1
         halves = zip(
-            (ATTENTION, MLP),
+            names,
             source.halves(whole_layer, windows_WT.shape[1]),
             left.halves(pruned_layer, windows_WT.shape[1]),
             strict=True,

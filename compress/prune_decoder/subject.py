@@ -65,6 +65,7 @@ class DecoderSubject:
         self.kept_whole: dict[str, str] = {}
         self._checkpoint = open_checkpoint(folder)
         check_model(self._checkpoint)
+        self._stored_names = frozenset(self._checkpoint.tensor_names)
         refuse_experts(self._checkpoint.config, folder, "pruning")
         if self._checkpoint.manifest is not None:
             verify(folder)
@@ -78,11 +79,23 @@ class DecoderSubject:
             )
         if "heads" in parts and self.config.attention_sinks:
             raise InputError(f"{folder} has attention_sinks, a number of each head: leave 'heads' out of parts")
+        if "hidden" in parts and self.config.conv_taps:
+            raise InputError(
+                f"{folder} has short convolutions, which are as wide as the network: leave 'hidden' out of parts"
+            )
         with torch.device("meta"):
             self.dense: nn.Module = self.build(whole)
             # Windows decide which tokens meet, not which channels: full attention has all the couplings. A soft cap
             # changes each score by itself.
-            plain = {"layer_types": None, "sliding_window": None, "sliding_windows": None, "attention_cap": None}
+            plain: dict[str, Any] = {
+                "layer_types": None,
+                "sliding_window": None,
+                "sliding_windows": None,
+                "attention_cap": None,
+            }
+            if self.config.conv_taps:
+                kinds = map(self.config.is_conv, range(self.config.num_hidden_layers))
+                plain["layer_types"] = tuple("short_conv" if conv else "full_attention" for conv in kinds)
             self.model: nn.Module = self.build(self.config.model_copy(update=plain))
             self.example = (torch.zeros(BATCH, TOKENS, dtype=torch.int64),)
 
@@ -124,7 +137,7 @@ class DecoderSubject:
         """See `Subject`."""
         config, layers = self.config, range(self.config.num_hidden_layers)
         hidden = shapes[EMBEDDING][1]
-        kv_heads = shapes["model.layers.0.self_attn.k_proj.weight"][0] // config.head_dim
+        kv_heads = shapes[f"model.layers.{config.attention_layers[0]}.self_attn.k_proj.weight"][0] // config.head_dim
         inner = tuple(shapes[f"model.layers.{layer}.mlp.gate_proj.weight"][0] for layer in layers)
         even = len(set(inner)) == 1
         changed = {
@@ -146,9 +159,12 @@ class DecoderSubject:
         return Decoder(config).to(torch.get_default_device()).eval()
 
     def item_bytes(self, name: str) -> int:
-        """See `Subject`; all layers are taken to be stored as the first is."""
-        first = re.sub(r"^model\.layers\.\d+\.", f"model.layers.{self._kept[0]}.", name)
-        return getattr(torch, DTYPES[self._checkpoint.dtype(first)]).itemsize
+        """See `Subject`; all layers are taken to be stored as the first that has such a tensor."""
+        if (inside := re.fullmatch(r"model\.layers\.\d+\.(.+)", name)) is not None:
+            layers = range(self._checkpoint.config.num_hidden_layers)
+            names = (f"model.layers.{layer}.{inside[1]}" for layer in layers)
+            name = next(each for each in names if each in self._stored_names)
+        return getattr(torch, DTYPES[self._checkpoint.dtype(name)]).itemsize
 
     def write(self, partial: Path, config: Any, cuts: Mapping[str, Cut], created_by: dict[str, Any]) -> None:
         """See `Subject`; each tensor stays in its stored type."""
@@ -203,10 +219,12 @@ def kept_layers(config: DecoderConfig, dropped: Sequence[int]) -> list[int]:
 
 def _without_layers(config: DecoderConfig, kept: list[int]) -> DecoderConfig:
     types = [config.layer_type(layer) for layer in kept]
+    if set(types) == {"short_conv"}:
+        raise ConfigError("layers: none with attention stays, only short convolutions; drop others")
     windows = [config.layer_window(layer) for layer in kept]
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if config.layer_types is not None:
-        changed["layer_types"] = types
+        changed |= {"layer_types": types, "conv_taps": config.conv_taps if "short_conv" in types else 0}
         changed["sliding_window"] = max((each for each in windows if each is not None), default=None)
         if config.sliding_windows is not None:
             changed["sliding_windows"] = [each or 0 for each in windows] if changed["sliding_window"] else None

@@ -371,7 +371,7 @@ class RoundedDecoder:
                 dtype = DTYPES[settings.embedding_dtype if half else kept]
                 yield name, parameters[name].detach().to("cpu", dtype)
         if settings.kv_cache == "int8":  # as calibrated: training moves keys and values little
-            for layer in range(model.config.num_hidden_layers):
+            for layer in model.config.attention_layers:
                 for scale in ("k_scale", "v_scale"):
                     name = f"model.layers.{layer}.self_attn.{scale}"
                     yield name, self.stored(name)

@@ -272,6 +272,8 @@ class DecoderTrials:
         subject = family.need("pruner", "pruned").open(recipe.model, ("ffn",), (), progress)  # refuses experts
         if any(self.config.layer_type(index) == "lsh_attention" for index in range(count)):
             raise InputError(f"{self.folder} has lsh_attention, which a search cannot judge layer by layer")
+        if self.config.conv_taps:
+            raise InputError(f"{self.folder} has short convolutions, whose time a search does not know")
         found: list[tuple[list[float], list[tuple[int, ...]]]] = [([WHOLE], [()]) for _ in range(count)]
         narrower = choices.widths != (WHOLE,)
         if (narrower or choices.layers) and step is None:

@@ -88,6 +88,8 @@ def narrowed(config: DecoderConfig, windows: Sequence[int]) -> DecoderConfig:
             raise ConfigError(f"windows: layer {layer} sees {sees} tokens as it is; give fewer than {asked}, or 0")
         if asked < 0:
             raise ConfigError(f"windows: {asked} of layer {layer} is negative; give the tokens that it sees, or 0")
+        if asked and config.is_conv(layer):
+            raise ConfigError(f"windows: layer {layer} has a short convolution, which has no window; give it 0")
         if asked and config.layer_type(layer) == "lsh_attention":
             raise ConfigError(f"windows: layer {layer} has lsh_attention, which no window limits; give it 0")
         made.append(asked or own)

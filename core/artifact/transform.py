@@ -32,14 +32,25 @@ RESIDUAL, HEAD = "rotation.residual", "rotation.head"
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
+    "conv.in_proj": ("conv.in_proj",),
+    "conv.out_proj": ("conv.out_proj",),
     "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": ("mlp.down_proj",),
 }
 """Layers that read the same input, by the first of them, under whose name it stands what their input is divided by."""
-NORMS: Mapping[str, str] = {"input_layernorm": "self_attn.q_proj", "post_attention_layernorm": "mlp.gate_proj"}
-"""A norm, and the first of the layers that read it."""
+NORMS: Mapping[str, tuple[str, ...]] = {
+    "input_layernorm": ("self_attn.q_proj", "conv.in_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj",),
+}
+"""A norm, and the first of the layers that read it: of attention, or of the convolution in its place."""
 _FIRST = {layer: first for first, layers in INPUTS.items() for layer in layers}
-_NORM_OF = {first: norm for norm, first in NORMS.items()}
+_NORM_OF = {first: norm for norm, readers in NORMS.items() for first in readers}
+
+
+def behind_gate(divided_K: Tensor) -> Tensor:
+    """(3K,) what a convolution's projection of its input is divided by where what enters the next one is, by (K,)."""
+    ones_K = torch.ones_like(divided_K)
+    return torch.cat((ones_K, divided_K, ones_K))
 
 
 def flat_matrix(size: int) -> Tensor:
@@ -93,7 +104,7 @@ class LayerTransforms:
         the original's does."""
         prefix, layer = _split(module)
         found_NR = matrix_NR.double()
-        if layer in ("self_attn.o_proj", "mlp.down_proj"):
+        if layer in ("self_attn.o_proj", "conv.out_proj", "mlp.down_proj"):
             return found_NR if self._residual_EE is None else self._residual_EE.t() @ found_NR
         divided_N = None
         vectors = {} if self._config.inner_norms else self._vectors  # else the norm before o_proj or down_proj divides
@@ -103,6 +114,9 @@ class LayerTransforms:
             if (divided_K := vectors.get(f"{prefix}.self_attn.o_proj.divided")) is not None:
                 # The query heads of a value head share its scales.
                 divided_N = divided_K.view(self._config.num_key_value_heads, -1, self._config.head_dim)[:, 0].flatten()
+        elif layer == "conv.in_proj":
+            if (divided_K := vectors.get(f"{prefix}.conv.out_proj.divided")) is not None:
+                divided_N = behind_gate(divided_K)
         elif layer == "mlp.up_proj":
             divided_N = vectors.get(f"{prefix}.mlp.down_proj.divided")
         return found_NR if divided_N is None else found_NR / divided_N.double()[:, None]

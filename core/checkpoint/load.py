@@ -223,7 +223,7 @@ def _build(checkpoint: Checkpoint, device: torch.device, share: tuple[int, int] 
             _set_table(model, checkpoint, lambda name: take(name, mapping))
 
         if quantization.get("kv_cache_scheme") is not None:
-            for layer in range(config.num_hidden_layers):
+            for layer in config.attention_layers:
                 for scale in ("k_scale", "v_scale"):
                     _check_kv_scale(take(f"model.layers.{layer}.self_attn.{scale}"), f"{checkpoint.folder}: {scale}")
 

@@ -32,6 +32,7 @@ from penjing.core.folded.gpt_oss import GPT_OSS
 from penjing.core.folded.granite import GRANITES
 from penjing.core.folded.hunyuan import HUNYUANS
 from penjing.core.folded.learned import LEARNED
+from penjing.core.folded.lfm2 import LFM2S
 from penjing.core.folded.phimoe import PHIMOE
 from penjing.core.models.hf_config import FOLDED
 
@@ -352,5 +353,6 @@ _FAMILIES: dict[str, Family] = (
     | EXPERTS
     | GPT_OSS
     | LEARNED
+    | LFM2S
     | PHIMOE
 )

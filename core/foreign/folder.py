@@ -115,6 +115,8 @@ class ForeignCheckpoint(Checkpoint):
 
     def _has_bias(self, module: str) -> bool:
         config, leaf = self.config, module.rpartition(".")[2]
+        if ".conv." in module:
+            return config.conv_bias
         if leaf in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
             return config.attention_bias
         return config.attention_output_bias if leaf in ("o_proj", "dense") else config.mlp_bias

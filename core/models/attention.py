@@ -5,12 +5,14 @@ Shapes: T tokens, E hidden, H heads, KV key-value heads, D head_dim; leading dim
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penjing.core.layers.short_conv import Before
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import yarn_magnitudes
@@ -22,11 +24,22 @@ from penjing.kernels.scored_attention import scored_attention
 from penjing.kernels.sliding_attention import sliding_attention
 
 
-class Attend(Protocol):
-    """(layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D)) → (…, T, H, D); q and k are rotated. `sinks`, (H,), are
-    a score more in each sum that attention divides by."""
+@dataclass(frozen=True)
+class Attend:
+    """How tokens reach those before them, wherever these are kept.
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /) -> Tensor: ...
+    Attributes:
+        attention: (layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D), sinks (H,) or None) → (…, T, H, D).
+        before: what layers without attention read.
+    """
+
+    attention: Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    before: Before
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """(…, T, H, D) of q (…, T, H, D), k (…, T, KV, D) and v (…, T, KV, D); q and k are rotated. `sinks`, (H,), are
+        a score more in each sum that attention divides by."""
+        return self.attention(layer, q, k, v, sinks)
 
 
 class Attention(nn.Module):
@@ -84,7 +97,7 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
             then runs by itself, so that attention costs what the documents cost, not what the row does.
     """
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         leading = q.shape[:-3]
         scored = config.attention_cap is not None or sinks is not None
         if not scored and _on_gpu(config, layer, q, k, v):
@@ -106,13 +119,13 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
         return out.reshape(*leading, *out.shape[1:])
 
     if documents is None:
-        return attend
+        return Attend(attend, _shifted)
     runs = _document_runs(documents)
     longest = max(size for _, size in runs)
     ends = torch.tensor([0, *(size for count, size in runs for _ in range(count))]).cumsum(0)
     ends = ends.to(documents.device, torch.int32)
 
-    def attend_inside(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend_inside(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if config.attention_cap is None and sinks is None and _on_gpu(config, layer, q, k, v):
             q_TH, k_TK, v_TK = (x.flatten(0, -3) for x in (q, k, v))
             window = config.layer_window(layer)
@@ -125,7 +138,18 @@ def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> 
             done.append(attend(layer, q_run, k_run, v_run, sinks).flatten(0, 1))
         return torch.cat(done).view(*q.shape[:-1], v.shape[-1])
 
-    return attend_inside
+    place = document_positions(documents)[..., None]
+
+    def before_inside(layer: int, x: Tensor, count: int) -> list[Tensor]:
+        shifted = zip(range(count, 0, -1), _shifted(layer, x, count), strict=True)
+        return [torch.where(place >= distance, far, 0.0) for distance, far in shifted]
+
+    return Attend(attend_inside, before_inside)
+
+
+def _shifted(layer: int, x: Tensor, count: int) -> list[Tensor]:
+    """The `Before` of (…, T, E) whose leading indices are sequences."""
+    return [F.pad(x, (0, 0, distance, 0))[..., : x.shape[-2], :] for distance in range(count, 0, -1)]
 
 
 def attend_last(
@@ -174,12 +198,16 @@ def positions_and_attention(
     first = torch.full((token_ids.numel(),), len(flat), dtype=torch.int64, device=flat.device)
     first = first.scatter_reduce(0, flat, order, "amin")  # the first place on a path of each token
 
-    def attend_along(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend_along(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         q_NW, k_NW, v_NW = (_rows(x.flatten(0, -3), flat).unflatten(0, sequences) for x in (q, k, v))
         out = attend(layer, q_NW, k_NW, v_NW, sinks).flatten(0, 1)
         return _rows(out, first).view(*q.shape[:-1], v.shape[-1])
 
-    return (first % sequences[1]).view(token_ids.shape), attend_along
+    def before_along(layer: int, x: Tensor, count: int) -> list[Tensor]:
+        x_NW = _rows(x.flatten(0, -2), flat).unflatten(0, sequences)
+        return [_rows(far.flatten(0, 1), first).view(x.shape) for far in attend.before(layer, x_NW, count)]
+
+    return (first % sequences[1]).view(token_ids.shape), Attend(attend_along, before_along)
 
 
 def _rows(x: Tensor, places: Tensor) -> Tensor:

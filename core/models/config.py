@@ -18,7 +18,7 @@ from penjing.core.layers.settings import (
     Whole,
 )
 
-LayerType = Literal["full_attention", "sliding_attention", "lsh_attention"]
+LayerType = Literal["full_attention", "sliding_attention", "lsh_attention", "short_conv"]
 Rotary = Literal["main", "local", "none"]
 
 
@@ -32,6 +32,7 @@ _BESIDE_EXPERTS = (  # departures of what stands around them
     "parallel",
     "head_bias",
     "table_hadamard",
+    "conv_taps",
 )
 
 
@@ -145,8 +146,16 @@ class DecoderConfig(Config):
     )
     layer_types: tuple[LayerType, ...] | None = Field(
         default=None,
-        description="Attention of each layer; a shorter list repeats; none: all slide if sliding_window is set.",
+        description="Attention of each layer, or short_conv, a gated convolution in its place (LFM2); a shorter list "
+        "repeats; none: all slide if sliding_window is set.",
     )
+    conv_taps: Whole = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Tokens that a layer of short_conv reads, its own included; 0: there is none.",
+    )
+    conv_bias: Flag = Field(default=False, description="Whether the layers of short_conv have biases.")
     sliding_windows: tuple[Whole, ...] | None = Field(
         default=None,
         description="Tokens that a query sees in each layer, where sliding layers differ, sliding_window being the "
@@ -208,6 +217,17 @@ class DecoderConfig(Config):
             raise ValueError("layer_types names sliding_attention; set sliding_window to the tokens that a query sees")
         if not slides and self.sliding_window is not None:
             raise ValueError(f"sliding_window={self.sliding_window}, but layer_types names no sliding_attention")
+        return self
+
+    @model_validator(mode="after")
+    def _convolutions_fit(self) -> DecoderConfig:
+        types = self.layer_types or ()
+        there = "short_conv" in types
+        if there != (self.conv_taps > 0):
+            said = "a layer of" if there else "no"
+            raise ValueError(f"conv_taps={self.conv_taps}, and layer_types names {said} short_conv")
+        if set(types) == {"short_conv"}:
+            raise ValueError("layer_types names short_conv alone; a layer with attention is needed besides")
         return self
 
     @model_validator(mode="after")
@@ -303,6 +323,7 @@ class DecoderConfig(Config):
             "rotary_pairs",
             "learned_positions",
             "table_hadamard",
+            "conv_taps",
         )
         usual = {name: type(self).model_fields[name].default for name in names}
         found = {name: value for name in names if (value := getattr(self, name)) != usual[name]}
@@ -319,6 +340,15 @@ class DecoderConfig(Config):
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+    def is_conv(self, layer: int) -> bool:
+        """Whether `layer` has a short convolution in place of attention."""
+        return self.layer_type(layer) == "short_conv"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, whose keys and values a cache keeps."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if not self.is_conv(layer))
 
     @model_validator(mode="after")
     def _variants_fit(self) -> DecoderConfig:

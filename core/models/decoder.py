@@ -1,5 +1,5 @@
 """The decoder on one device: Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3; Mixtral, Qwen2/3-MoE, dots.llm1,
-DeepSeek-V2/V3; and what `core.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2, Phi-3, Cohere and others.
+DeepSeek-V2/V3; and what `core.folded` makes of Gemma 3, Granite, SmolLM3, OLMo 2, Phi-3, Cohere, LFM2 and others.
 
 Parameter names are those of Hugging Face checkpoints, up to `tensor_names.stored_name`. Shapes: B sequences, T tokens,
 E hidden, H heads, KV key-value heads, D head_dim, V vocabulary. Leading dimensions are free: (B, T) for a batch, (T,)
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penjing.core.layers.short_conv import ShortConv
 from penjing.core.models.attention import (
     Attend,
     Attention,
@@ -31,13 +32,17 @@ from penjing.kernels.scored_attention import soft_cap
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP (or experts), each behind a norm, before one or between two, and added to the residual; with
-    `parallel` both read the residual as it enters the layer."""
+    """Attention or a short convolution, and MLP or experts, each behind a norm, before one or between two, and added to
+    the residual; with `parallel` both read the residual as it enters the layer."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        latent = config.latent_attention is not None
-        self.self_attn = LatentAttention(config, layer) if latent else Attention(config, layer)
+        self.is_conv = config.is_conv(layer)
+        if self.is_conv:
+            self.conv = ShortConv(config.hidden_size, config.conv_taps, config.conv_bias, layer)
+        else:
+            latent = config.latent_attention is not None
+            self.self_attn = LatentAttention(config, layer) if latent else Attention(config, layer)
         if config.moe is not None and config.is_moe(layer):
             self.mlp = MoE(config.hidden_size, config.moe)
         else:
@@ -54,6 +59,11 @@ class DecoderLayer(nn.Module):
         self.parallel = config.parallel
 
     @property
+    def mixer(self) -> LatentAttention | Attention | ShortConv:
+        """What mixes tokens; it knows the layer's number."""
+        return self.conv if self.is_conv else self.self_attn
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the norms, which activations follow."""
         norm = self.input_layernorm if self.mlp_output_norm is None else self.mlp_output_norm
@@ -66,7 +76,7 @@ class DecoderLayer(nn.Module):
         return self.with_mlp(self.with_attention(x, cos, sin, attend))
 
     def with_attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The first half: attention with its norms, added to `x`."""
+        """The first half: attention, or what stands in its place, with its norms, added to `x`."""
         return x + self._attended(x, cos, sin, attend)
 
     def with_mlp(self, x: Tensor) -> Tensor:
@@ -77,7 +87,7 @@ class DecoderLayer(nn.Module):
 
     def _attended(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         read = x if self.input_layernorm is None else self.input_layernorm(x)
-        made = self.self_attn(read, cos, sin, attend)
+        made = self.conv(read, attend.before) if self.is_conv else self.self_attn(read, cos, sin, attend)
         return made if self.attention_output_norm is None else self.attention_output_norm(made)
 
 

@@ -78,6 +78,8 @@ FOLDED = {
     "granite_swa": "GraniteSWAForCausalLM",
     "apertus": "ApertusForCausalLM",
     "bitnet": "BitNetForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
     "gptj": "GPTJForCausalLM",
@@ -248,7 +250,7 @@ def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> Decode
     sizes = [size for size in windows if size is not None]
     kinds = [config.layer_type(layer) for layer in range(config.num_hidden_layers)]
     types = [
-        "sliding_attention" if size is not None else "lsh_attention" if kind == "lsh_attention" else "full_attention"
+        "sliding_attention" if size is not None else kind if kind != "sliding_attention" else "full_attention"
         for size, kind in zip(windows, kinds, strict=True)
     ]
     changed = {

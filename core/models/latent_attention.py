@@ -7,6 +7,8 @@ dimensions; leading dimensions are free. An `Attend` gets v with v_head_dim ≤ 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,11 +25,11 @@ EPS = 1e-6  # of the norms inside, whatever rms_norm_eps says: as in DeepSeek's 
 def pad_values(attend: Attend) -> Attend:
     """An `Attend` over a cache that keeps keys and values of one size: v gets zeros up to D, its output is cut."""
 
-    def padded(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def padded(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
         return attend(layer, q, k, F.pad(v, (0, missing)) if missing else v, sinks)[..., :size]
 
-    return padded
+    return replace(attend, attention=padded)
 
 
 class LatentAttention(nn.Module):

@@ -106,7 +106,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.learned_positions:
         shapes[POSITIONS] = (config.max_position_embeddings, hidden)
     for layer in (0, *range(config.shared_layers, config.num_hidden_layers)):
-        names = _attention_shapes(config) | _mlp_shapes(config, layer)
+        mixer = _conv_shapes(config) if config.is_conv(layer) else _attention_shapes(config)
+        names = mixer | _mlp_shapes(config, layer)
         before, after = ("input_layernorm", "post_attention_layernorm"), ("attention_output_norm", "mlp_output_norm")
         norms = (before if config.norms != "after" else ()) + (after if config.norms != "before" else ())
         ordered = {f"{norm}.weight": (hidden,) for norm in norms[:1]} | names
@@ -153,6 +154,12 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         sizes = {"q": query if whole else head_dim, "k": key if whole else head_dim}
         shapes |= {f"self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
     return shapes
+
+
+def _conv_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, bias = config.hidden_size, config.conv_bias
+    shapes = _linear("conv.in_proj", 3 * hidden, hidden, bias) | {"conv.taps.weight": (hidden, 1, config.conv_taps)}
+    return shapes | ({"conv.taps.bias": (hidden,)} if bias else {}) | _linear("conv.out_proj", hidden, hidden, bias)
 
 
 def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penjing.core.layers.short_conv import ShortConv, Taps
 from penjing.core.models.attention import Attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
@@ -28,7 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TABLES = (nn.Embedding, Int8Embedding)
 SUPPORTED = (
     *(Decoder, Backbone, nn.ModuleList, *TABLES, DecoderLayer, Attention, MLP, XIELU, RMSNorm),
-    *(MoE, Experts),
+    *(MoE, Experts, ShortConv, Taps),
 )
 
 
@@ -64,6 +65,7 @@ def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callab
     weights = _layer_weights(config, index, layer)
     step = _step(config, [weights], one_1E, None, FloatLinear(one_1E), inverse_frequencies(config))
     step.keep_hidden()
+    conv = layer.is_conv
 
     def run(hidden_WTE: Tensor) -> Tensor:
         (count, length, _), pages = hidden_WTE.shape, -(-hidden_WTE.shape[1] // PAGE)
@@ -78,8 +80,9 @@ def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callab
             torch.full((count,), length, dtype=torch.int32),
             (first_page_W1 + torch.arange(pages)).int(),
             rows_R,
-            torch.zeros(1, 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim),
+            torch.zeros(int(not conv), 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim),
             seen_XE=hidden_WTE.flatten(0, 1).contiguous(),
+            row_pool=torch.zeros(1, count * pages, PAGE, config.hidden_size) if conv else None,
         )
         assert step.hidden_RE is not None
         return step.hidden_RE[: count * length].view(hidden_WTE.shape).clone()
@@ -157,29 +160,45 @@ def _unusable(weight: Tensor) -> bool:
 
 def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> LayerWeights:
     assert isinstance(layer, DecoderLayer)
-    attention, mlp = layer.self_attn, layer.mlp
-    assert isinstance(attention, Attention)
-    kinds = config.layer_rotary
+    mixer, mlp, kinds = layer.mixer, layer.mlp, config.layer_rotary
     return LayerWeights(
-        q=_linear(attention.q_proj),
-        k=_linear(attention.k_proj),
-        v=_linear(attention.v_proj),
-        out=_linear(attention.o_proj),
+        **(_convolution(mixer) if isinstance(mixer, ShortConv) else _attention(mixer)),
         **(_experts(mlp) if isinstance(mlp, MoE) else _mlp(mlp)),
         input_norm=_norm(layer.input_layernorm),
         post_norm=_norm(layer.post_attention_layernorm),
         out_norm=_norm(layer.attention_output_norm),
         down_norm=_norm(layer.mlp_output_norm),
-        whole_norm=attention.whole_norm,
-        norm_rotated=attention.norm_rotated,
         parallel=layer.parallel,
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
-        q_norm=attention.q_norm.weight if attention.qk_norm else None,
-        k_norm=attention.k_norm.weight if attention.qk_norm else None,
         window=config.layer_window(index),
-        attended_norm=_norm(attention.attn_sub_norm),
-        sinks=attention.sinks,
     )
+
+
+def _attention(attention: nn.Module) -> dict[str, Any]:
+    assert isinstance(attention, Attention)
+    return {
+        "q": _linear(attention.q_proj),
+        "k": _linear(attention.k_proj),
+        "v": _linear(attention.v_proj),
+        "out": _linear(attention.o_proj),
+        "whole_norm": attention.whole_norm,
+        "norm_rotated": attention.norm_rotated,
+        "q_norm": attention.q_norm.weight if attention.qk_norm else None,
+        "k_norm": attention.k_norm.weight if attention.qk_norm else None,
+        "attended_norm": _norm(attention.attn_sub_norm),
+        "sinks": attention.sinks,
+    }
+
+
+def _convolution(conv: ShortConv) -> dict[str, Any]:
+    return {
+        "q": _linear(conv.in_proj),
+        "k": None,
+        "v": None,
+        "out": _linear(conv.out_proj),
+        "taps": conv.taps.weight[:, 0],
+        "tap_bias": conv.taps.bias,
+    }
 
 
 def _mlp(mlp: MLP) -> dict[str, Any]:

@@ -45,6 +45,9 @@ def _inputs(step: DecoderStep, model: Decoder) -> Tensor:
     config = model.config
     tokens_R = torch.randint(config.vocab_size, (SEQUENCES * TOKENS,), generator=torch.Generator().manual_seed(0))
     rows_R = torch.arange(SEQUENCES * TOKENS, dtype=torch.int32)
+    attending = len(config.attention_layers)
+    pool = torch.zeros(attending, 2, SEQUENCES, config.num_key_value_heads, PAGE, config.head_dim)
+    row_pool = torch.zeros(config.num_hidden_layers - attending, SEQUENCES, PAGE, config.hidden_size)
     before, step.hidden_RE = step.hidden_RE, torch.empty(len(rows_R), config.hidden_size)
     step.step_top(
         1,
@@ -53,9 +56,10 @@ def _inputs(step: DecoderStep, model: Decoder) -> Tensor:
         rows_R.long() // TOKENS * PAGE + rows_R % TOKENS,
         torch.arange(SEQUENCES + 1, dtype=torch.int32) * TOKENS,
         torch.full((SEQUENCES,), TOKENS, dtype=torch.int32),
-        torch.arange(SEQUENCES, dtype=torch.int32)[:, None].contiguous(),
+        torch.arange(SEQUENCES, dtype=torch.int32)[:, None],
         rows_R,
-        torch.zeros(config.num_hidden_layers, 2, SEQUENCES, config.num_key_value_heads, PAGE, config.head_dim),
+        pool,
+        row_pool=row_pool if len(row_pool) else None,
     )
     hidden_RE, step.hidden_RE = step.hidden_RE, before
     return hadamard(hidden_RE, config.table_hadamard) if config.table_hadamard else hidden_RE

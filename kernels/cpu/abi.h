@@ -59,7 +59,9 @@ struct PjExperts {
                               // the router; it is as wide as the others or wider
 };
 
-// One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart.
+// One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart. A
+// layer with `taps` has a gated convolution over the last tokens in place of attention: the first slot gives (3, hidden),
+// what gates the input, what gates the result, and the input; there are no head norms, sinks or window.
 struct PjLayer {
     PjLinear qkv[3];
     PjLinear out;
@@ -74,9 +76,13 @@ struct PjLayer {
     const float* attended_norm;  // (heads × head_dim) or null: of what `out` reads
     const float* inner_norm;   // (k of down) or null: of what `down` reads, before its transform
     const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
+    const float* taps;         // (hidden, num_taps) factors of the channels of so many tokens, the last one's own, or null
+    const float* tap_bias;     // (hidden) or null
     const PjExperts* experts;  // or null; with experts, gate_up and down are those of the first one
     int64_t window;            // keys a query sees, itself included; 0: all
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
+    int64_t num_taps;
+    int64_t place;             // which of the layers with attention it is, whose pages follow each other; or with taps
     float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative
     int32_t num_qkv;           // 1 or 3
     int32_t num_gate_up;       // 1 or 2

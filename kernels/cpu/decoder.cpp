@@ -71,9 +71,9 @@ size_t Decoder::carve(void* memory) {
     const size_t rows = static_cast<size_t>(in.rows), logits = static_cast<size_t>(in.num_logits);
     step_.hidden = carver.take<float>(rows * static_cast<size_t>(model_.hidden));
     step_.qkv = carver.take<float>(rows * static_cast<size_t>(layers_.qkv_size()));
-    attended_ = carver.take<float>(rows * static_cast<size_t>(layers_.q_size()));
+    attended_ = carver.take<float>(rows * static_cast<size_t>(layers_.attended_size()));
     last_hidden_ = carver.take<float>(logits * static_cast<size_t>(model_.hidden));
-    last_attended_ = carver.take<float>(logits * static_cast<size_t>(layers_.q_size()));
+    last_attended_ = carver.take<float>(logits * static_cast<size_t>(layers_.attended_size()));
     partial_ = carver.take<float>(static_cast<size_t>(plan_.partial_floats()));
     masks_ = carver.take<uint8_t>(choice_.mask_bytes());
     // Each expert is read once for all rows of the team.
@@ -122,6 +122,7 @@ int Decoder::run(const StepInput& input) {
     threads_ = num_threads();
     const AttentionShape shape{model_.num_heads, model_.num_kv_heads, model_.head_dim};
     if (!plan_.build(in.sequences, shape, in.num_blocks, in.block_size, layers_.widest_window(), threads_)) return -2;
+    if (!layers_.convolutions_fit()) return -2;
     if (!choice_.build(in.sequences, shape, in.selection, in.slots, in.rows, in.block_size)) return -9;
     if (in.selection.block && (!in.choosing || !in.summary)) return -9;
     for (int64_t layer = 0; in.selection.block && layer < model_.num_layers; ++layer)
@@ -182,8 +183,8 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
             if (layer == 0) {
                 embed(row, row + count);
             } else {
-                layers_.tail(alone, layer - 1, step_.hidden + row * model_.hidden, attended_ + row * layers_.q_size(),
-                             step_.rank > 0 ? in.adapter + row : nullptr, count, own, layers_[layer].qkv[0]);
+                layers_.tail(alone, layer - 1, step_.hidden + row * model_.hidden,
+                             attended_ + row * layers_.attended_size(), step_.rank > 0 ? in.adapter + row : nullptr, count, own, layers_[layer].qkv[0]);
             }
             layers_.head(alone, layer, row, count, own);
         }
@@ -195,9 +196,14 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
 // Ends with a barrier.
 void Decoder::attention(const Team& team, int64_t layer) {
     const bool last = layer + 1 == model_.num_layers;
+    if (layers_[layer].taps) {
+        layers_.convolve(team, layer, last ? wanted_rows_.data() : nullptr, attended_);
+        Layers::sync(team, layers_[layer].out);
+        return;
+    }
     const bool choosing = layers_.chooses(layer) && choice_.mask_bytes() > 0;
     const Ops& ops = *step_.ops;
-    const AttentionCall call{step_.qkv, attended_, layers_.qkv_size(), layers_.q_size(), layers_.pages(layer),
+    const AttentionCall call{step_.qkv, attended_, layers_.qkv_size(), layers_.attended_size(), layers_.pages(layer),
                              model_.attention_scale, layers_[layer].window, partial_, &progress_,
                              static_cast<int32_t>(layer + 1), choosing ? masks_ : nullptr, choice_.tiles(), model_.attention_cap,
                              layers_[layer].sinks};
@@ -245,7 +251,7 @@ void Decoder::embed(int64_t begin, int64_t end) {
 void Decoder::logits(const Team& team, const Buffers& own) {
     const StepInput& in = step_.in;
     const Ops& ops = *step_.ops;
-    const int64_t count = in.num_logits, width = model_.hidden, heads = layers_.q_size();
+    const int64_t count = in.num_logits, width = model_.hidden, heads = layers_.attended_size();
     const int64_t first = share(count, team.member, team.members), last = share(count, team.member + 1, team.members);
     const Buffers b = of_team(own, count);
     for (int64_t i = first; i < last; ++i) {

@@ -13,8 +13,9 @@ struct StepInput {
     int64_t rows;
     int64_t num_logits;
     PjSequences sequences;
-    void* pool;         // (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim) float32 or float16, or int8 with scales
-    float* pool_scale;  // null, or (num_layers, 2, num_blocks, num_kv_heads, block_size)
+    void* pool;         // (layers with attention, 2, num_blocks, num_kv_heads, block_size, head_dim) float32, float16, or
+                        // int8 with scales
+    float* pool_scale;  // null, or (layers with attention, 2, num_blocks, num_kv_heads, block_size)
     int64_t num_blocks;
     int64_t block_size;
     int64_t top;       // 0: all logits are wanted; else the largest ones, as many, in descending order
@@ -31,6 +32,7 @@ struct StepInput {
     int8_t* summary;  // (num_choosing, num_blocks, num_kv_heads, block_size / block, 2, head_dim)
     float* summary_scale;  // the same without head_dim
     float* hidden;  // (num_logits, hidden) what the head is given, in float; null: not wanted
+    float* gated;   // (layers with taps, num_blocks, block_size, hidden) gated inputs of convolutions; null: none
     int32_t pool_dtype;  // as PjPages::dtype
     int32_t unused;
 };

@@ -10,7 +10,8 @@ Layers::Layers(const PjModel& model, const StepRows& step)
     for (const PjLayer& layer : layers_) {
         whole_gate_ = whole_gate_ && layer.num_gate_up == 1;
         norms_after_ = norms_after_ || layer.out_norm;
-        all_keys = all_keys || layer.window == 0;
+        all_keys = all_keys || (layer.window == 0 && !layer.taps);
+        if (layer.taps) most_taps_ = std::max(most_taps_, layer.num_taps);
         if (layer.experts) {
             num_experts_ = std::max(num_experts_, layer.experts->num_experts);
             experts_per_row_ = std::max(experts_per_row_, layer.experts->per_row);
@@ -35,8 +36,9 @@ Buffers Layers::carve_buffers(Carver& carver, int64_t rows) const {
 PjPages Layers::pages(int64_t layer) const {
     const int64_t rows = step_.in.num_blocks * step_.in.block_size * model_.num_kv_heads;
     const int64_t bytes = rows * model_.head_dim * element_bytes(step_.in.pool_dtype);
-    char* k = static_cast<char*>(step_.in.pool) + layer * 2 * bytes;
-    float* scale = step_.in.pool_scale ? step_.in.pool_scale + layer * 2 * rows : nullptr;
+    const int64_t place = layers_[static_cast<size_t>(layer)].place;
+    char* k = static_cast<char*>(step_.in.pool) + place * 2 * bytes;
+    float* scale = step_.in.pool_scale ? step_.in.pool_scale + place * 2 * rows : nullptr;
     PjPages pages{k, k + bytes, scale, scale ? scale + rows : nullptr, step_.in.num_blocks, step_.in.block_size,
                   model_.num_kv_heads, model_.head_dim, nullptr, nullptr, step_.in.pool_dtype,
                   step_.in.block_size % CHOICE_KEYS == 0};
@@ -48,7 +50,8 @@ PjPages Layers::pages(int64_t layer) const {
     return pages;
 }
 
-// Norm, projections, head norms, rotation, keys and values into their pages. Ends with a barrier.
+// Norm, projections, head norms, rotation, keys and values into their pages; or a convolution's gated inputs. Ends with a
+// barrier.
 void Layers::head(const Team& team, int64_t index, int64_t row, int64_t count, const Buffers& b) const {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const int64_t hidden = model_.hidden;
@@ -62,8 +65,16 @@ void Layers::head(const Team& team, int64_t index, int64_t row, int64_t count, c
         out += layer.qkv[i].n;
     }
     float *q = step_.qkv + row * qkv_size(), *k = q + q_size(), *v = k + kv_size();
-    adapt(team, index, step_.rank > 0 ? step_.in.adapter + row : nullptr, count, b.rows.x, hidden, b.low,
-          {{PROJ_Q, q, qkv_size(), 16}, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16}});
+    const int32_t* who = step_.rank > 0 ? step_.in.adapter + row : nullptr;
+    const LowRankOut of_q{PROJ_Q, q, qkv_size(), 16};
+    if (layer.taps) {
+        adapt(team, index, who, count, b.rows.x, hidden, b.low, {of_q});
+        sync(team, layer.out);
+        gate_inputs(team, layer, row, count);
+        return;
+    }
+    adapt(team, index, who, count, b.rows.x, hidden, b.low,
+          {of_q, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16}});
     sync(team, layer.out);
     if (layer.whole_norm) norm_heads(team, layer, row, count);
     const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
@@ -147,17 +158,19 @@ void Layers::tail(const Team& team, int64_t index, float* hidden, const float* a
 void Layers::project(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
                       int64_t count, const Buffers& b, const PjLinear& after) const {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
-    const int64_t width = model_.hidden, heads = q_size();
+    const int64_t width = model_.hidden, inputs = layer.out.k;
     const float* norm = layer.attended_norm;
     const float* read = norm ? b.rows.x : attended;
+    const int64_t stride = norm ? inputs : attended_size();
     each_row(team, count, layer.out, [&](int64_t i) {
-        if (norm) step_.ops->rms_norm_row(attended + i * heads, norm, heads, model_.eps, b.rows.x + i * heads);
-        enter(layer.out, b.rows, i, read + i * heads);
+        if (norm)
+            step_.ops->rms_norm_row(attended + i * attended_size(), norm, inputs, model_.eps, b.rows.x + i * inputs);
+        enter(layer.out, b.rows, i, read + i * stride);
     });
     const bool after_norm = layer.out_norm != nullptr;
     float* made = after_norm ? b.made : hidden;
     apply_linear(*step_.ops, layer.out, b.rows, count, team.member, team.members, made, width, !after_norm);
-    adapt(team, index, who, count, read, heads, b.low, {{PROJ_OUT, made, width, 16}});
+    adapt(team, index, who, count, read, stride, b.low, {{PROJ_OUT, made, width, 16}});
     sync(team, after);
     if (after_norm) add_normed(team, layer.out_norm, made, count, hidden, after);
 }

@@ -26,7 +26,7 @@ struct StepRows {
     StepInput in;
     int64_t rank;   // the largest of the step's adapters; 0: no row has one
     float* hidden;  // (rows, hidden) the residual
-    float* qkv;     // (rows, qkv_size) queries, keys and values
+    float* qkv;     // (rows, qkv_size) queries, keys and values, or what a convolution's projection gives
 };
 
 constexpr int32_t SQUARED = 3, CLAMPED = 6;  // PjLayer's activation
@@ -64,7 +64,8 @@ public:
     int64_t widest_window() const { return widest_; }  // keys that the widest window sees; 0: all
     int64_t q_size() const { return model_.num_heads * model_.head_dim; }
     int64_t kv_size() const { return model_.num_kv_heads * model_.head_dim; }
-    int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
+    int64_t qkv_size() const { return std::max(q_size() + 2 * kv_size(), most_taps_ ? 3 * model_.hidden : 0); }
+    int64_t attended_size() const { return std::max(q_size(), most_taps_ ? model_.hidden : 0); }
     int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate}); }
     bool has_experts() const { return num_experts_ > 0; }
     Buffers carve_buffers(Carver& carver, int64_t rows) const;
@@ -74,6 +75,12 @@ public:
     // Whether rows choose what they read of a layer's keys.
     bool chooses(int64_t layer) const { return step_.in.selection.block > 0 && step_.in.choosing[layer] >= 0; }
     PjPages pages(int64_t layer) const;
+
+    // Whether all that convolutions read lies in pages that there are.
+    bool convolutions_fit() const;
+    // Of a layer with taps what `project` reads, (rows, attended_size), for this member's share of the rows; those that
+    // are not `wanted`, where that is given, are left out. Ends without a barrier.
+    void convolve(const Team& team, int64_t layer, const uint8_t* wanted, float* attended) const;
 
     // Rows [row, row + count) up to their attention. Ends with a barrier, as `tail` does.
     void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b) const;
@@ -123,6 +130,11 @@ private:
                     const PjLinear& after) const;
     void norm_heads(const Team& team, const PjLayer& layer, int64_t row, int64_t count) const;
     void store_rotated(int64_t layer, int64_t row, int64_t part) const;
+    void gate_inputs(const Team& team, const PjLayer& layer, int64_t row, int64_t count) const;
+    float* gated_row(const PjLayer& layer, int64_t slot) const {
+        const int64_t slots = step_.in.num_blocks * step_.in.block_size;
+        return step_.in.gated + (layer.place * slots + slot) * model_.hidden;
+    }
 
     // Row `row` of rows.x: x behind its norm, or x where there is none.
     void enter_norm(const float* norm, const Rows& rows, int64_t row, const float* x) const {
@@ -141,7 +153,7 @@ private:
     const StepRows& step_;
     std::vector<PjLayer> layers_;
     bool whole_gate_ = true, norms_after_ = false;
-    int64_t widest_ = 0, num_experts_ = 0, experts_per_row_ = 0;  // the most of a layer
+    int64_t widest_ = 0, num_experts_ = 0, experts_per_row_ = 0, most_taps_ = 0;  // the most of a layer
 };
 
 }  // namespace penjing

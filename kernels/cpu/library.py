@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 32
+ABI_VERSION = 33
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -86,9 +86,13 @@ class Layer(ctypes.Structure):
         ("attended_norm", c_void_p),
         ("inner_norm", c_void_p),
         ("sinks", c_void_p),
+        ("taps", c_void_p),
+        ("tap_bias", c_void_p),
         ("experts", POINTER(Experts)),
         ("window", c_int64),
         ("hadamard", c_int64),
+        ("num_taps", c_int64),
+        ("place", c_int64),
         ("curve", c_float * 2),
         ("num_qkv", c_int32),
         ("num_gate_up", c_int32),
@@ -217,6 +221,7 @@ class StepInput(ctypes.Structure):
         ("summary", c_void_p),
         ("summary_scale", c_void_p),
         ("hidden", c_void_p),
+        ("gated", c_void_p),
         ("pool_dtype", c_int32),
         ("unused", c_int32),
     )

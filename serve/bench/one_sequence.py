@@ -12,7 +12,7 @@ from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.decoder_step import DecoderStep
 from penjing.serve.engine.config import EngineConfig, KvDtype
 from penjing.serve.runner.key_blocks import allocate_summaries
-from penjing.serve.runner.kv_pool import allocate_pool
+from penjing.serve.runner.kv_pool import PagedCache, allocate_cache
 
 PAGE, CHUNK = 16, 256
 
@@ -23,8 +23,7 @@ class OneSequence:
 
     config: DecoderConfig
     step: DecoderStep
-    pool: Tensor
-    scale: Tensor | None
+    cache: PagedCache
     blocks: StepBlocks | None
 
     @classmethod
@@ -35,7 +34,7 @@ class OneSequence:
         size = max(PAGE, engine.attention_block)
         pages = -(-tokens // size)
         engine = engine.model_copy(update={"num_blocks": pages, "kv_dtype": kind, "block_size": size})
-        return cls(config, step, *allocate_pool(config, pages, size, kind), allocate_summaries(engine, config))
+        return cls(config, step, allocate_cache(config, pages, size, kind), allocate_summaries(engine, config))
 
     def run(self, ids_T: Tensor, start: int, wanted: Tensor, blocks: StepBlocks | None = None) -> Tensor:
         """Compute tokens that stand from `start` on.
@@ -49,10 +48,10 @@ class OneSequence:
         """
         end = start + len(ids_T)
         position = torch.arange(start, end)
-        table = torch.arange(self.pool.shape[2], dtype=torch.int32)[None]
+        table = torch.arange(self.cache.pool.shape[2], dtype=torch.int32)[None]
         lengths = torch.tensor([0, len(ids_T)]).int(), torch.tensor([end]).int()
-        numbers = ids_T.int(), position.int(), position, *lengths, table, wanted.int(), self.pool
-        return self.step.step(*numbers, self.scale, key_blocks=blocks or self.blocks)
+        numbers = ids_T.int(), position.int(), position, *lengths, table, wanted.int(), self.cache.pool
+        return self.step.step(*numbers, self.cache.scale, key_blocks=blocks or self.blocks, row_pool=self.cache.rows)
 
     def prefill(self, ids_T: Tensor, start: int) -> None:
         """Compute tokens in chunks, so that those of a later chunk choose among blocks of an earlier one."""

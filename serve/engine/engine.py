@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 class ModelRunner(AdapterRunner, Protocol):
     """A model with its KV cache: all that the engine knows of tensors."""
 
-    kv_pool: Any
-    kv_scale: Any
+    cache: Any
 
     def run(self, batch: Batch, largest: bool = False) -> tuple[StepScores, list[Sequence]]:
         """Compute the tokens of `batch` into the KV cache; see `penjing.serve.runner.runner.Runner.run`."""

@@ -15,14 +15,15 @@ from penjing.core.family import family_of
 from penjing.kernels.low_rank import LowRank, Pairs
 from penjing.serve.engine.config import EngineConfig
 
+# A name of the C++ step → what a layer may have there.
 _NAMES = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "q": ("self_attn.q_proj", "conv.in_proj"),
+    "k": ("self_attn.k_proj",),
+    "v": ("self_attn.v_proj",),
+    "out": ("self_attn.o_proj", "conv.out_proj"),
+    "gate": ("mlp.gate_proj",),
+    "up": ("mlp.up_proj",),
+    "down": ("mlp.down_proj",),
 }
 
 
@@ -55,7 +56,12 @@ def load_adapters(folder: Path, config: EngineConfig) -> dict[str, Pairs]:
     for name, adapter in open_adapters(base, config).items():
         pairs = {layer: LowRank(pair.a_RK, pair.b_NR, pair.scale) for layer, pair in adapter.load(dtype).items()}
         found[name] = [
-            {short: pairs[full] for short, part in _NAMES.items() if (full := f"model.layers.{layer}.{part}") in pairs}
+            {
+                short: pairs[full]
+                for short, parts in _NAMES.items()
+                for part in parts
+                if (full := f"model.layers.{layer}.{part}") in pairs
+            }
             for layer in layers
         ]
     return found

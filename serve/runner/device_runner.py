@@ -15,7 +15,7 @@ from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.sequence import Batch, Sequence
 from penjing.serve.runner.decode_graphs import Captured, DecodeGraphs, Tensors
-from penjing.serve.runner.kv_pool import allocate_pool
+from penjing.serve.runner.kv_pool import allocate_cache
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.step_inputs import StepBuffers, StepInputs, StepTensors
 from penjing.serve.sampling.choice import StepScores
@@ -40,9 +40,9 @@ class DeviceRunner:
         assert config.max_model_len is not None
         self.device, self.block_size = device, config.block_size
         self.adapter_slots: dict[str, int] = {}
-        self.kv_pool, self.kv_scale = allocate_pool(
-            model.config, config.num_blocks, config.block_size, config.kv_dtype, device
-        )
+        sizes = config.num_blocks, config.block_size
+        self.cache = cache = allocate_cache(model.config, *sizes, config.kv_dtype, device)
+        self._pages = {"kv_pool": cache.pool, "kv_scale": cache.scale}
         on_cuda = device == "cuda"
         sizes = config.max_num_batched_tokens, config.max_num_sequences
         self.inputs = StepInputs(*sizes, config.max_model_len, config.block_size, pinned=on_cuda)
@@ -114,14 +114,14 @@ class DeviceRunner:
     def _compute(self, tensors: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `_with_largest`: of the rows that are asked for."""
         if self._fused is None:
-            return _with_largest(self._layers(tensors, self.kv_pool, self.kv_scale))
-        return _with_largest(self._fused(*tensors, kv_pool=self.kv_pool, kv_scale=self.kv_scale))
+            return _with_largest(self._layers(tensors, self.cache))
+        return _with_largest(self._fused(*tensors, **self._pages))
 
     def _decode(self, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `_with_largest`: of every row of a step of one token a sequence, which the device's buffers describe."""
         assert self._fused is not None
         tensors = self.buffers.first(num_sequences, num_sequences, 0)[:-1]
-        return _with_largest(self._fused(*tensors, None, kv_pool=self.kv_pool, kv_scale=self.kv_scale))
+        return _with_largest(self._fused(*tensors, None, **self._pages))
 
     def _warm_up(self, max_tokens: int) -> None:
         """Compile what steps of other sizes launch, so that no request waits for it; nothing is written."""

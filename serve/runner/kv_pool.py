@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -87,28 +88,50 @@ def _peak_blocks(config: EngineConfig, model: DecoderConfig, num_tokens: int) ->
     return min(whole, -(-(window + config.max_num_batched_tokens) // config.block_size) + 1)
 
 
+@dataclass(frozen=True)
+class PagedCache:
+    """What tokens leave to those behind them, in blocks that the scheduler knows by their numbers.
+
+    Attributes:
+        pool: (attention layers, 2, num_blocks, num_kv_heads, block_size, head_dim) keys and values.
+        scale: float32 of an INT8 pool, without its last dimension.
+        rows: (convolutions, num_blocks, block_size, hidden) float32, see `kernels.row_pages`; None: there are none.
+            They are not rounded, whatever keys and values are: it is what a layer computes with, not what it compares.
+    """
+
+    pool: torch.Tensor
+    scale: torch.Tensor | None
+    rows: torch.Tensor | None
+
+
 def pool_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """(num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)."""
-    return model.num_hidden_layers, 2, num_blocks, model.num_key_value_heads, block_size, model.head_dim
+    """Of `PagedCache.pool`."""
+    return len(model.attention_layers), 2, num_blocks, model.num_key_value_heads, block_size, model.head_dim
+
+
+def rows_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Of `PagedCache.rows`, the first number 0 where there are none."""
+    return model.num_hidden_layers - len(model.attention_layers), num_blocks, block_size, model.hidden_size
 
 
 def bytes_per_block(model: DecoderConfig, block_size: int, kv_dtype: KvDtype) -> int:
     """Of all layers, scales included."""
     *rows, head_dim = pool_shape(model, 1, block_size)
-    return math.prod(rows) * (head_dim + SCALE_BYTES if kv_dtype == "int8" else head_dim * DTYPES[kv_dtype].itemsize)
+    of_head = head_dim + SCALE_BYTES if kv_dtype == "int8" else head_dim * DTYPES[kv_dtype].itemsize
+    return math.prod(rows) * of_head + math.prod(rows_shape(model, 1, block_size)) * torch.float32.itemsize
 
 
-def allocate_pool(
+def allocate_cache(
     model: DecoderConfig, num_blocks: int, block_size: int, kv_dtype: KvDtype, device: str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Zeros of `pool_shape` in `kv_dtype`; for int8 also the float32 scales, without the last dimension.
-
-    On the CPU the system hands out their pages when they are first written.
-    """
-    shape = pool_shape(model, num_blocks, block_size)
-    if kv_dtype == "int8":
-        return _zeros(shape, torch.int8, device), _zeros(shape[:-1], torch.float32, device)
-    return _zeros(shape, DTYPES[kv_dtype], device), None
+) -> PagedCache:
+    """Zeros. On the CPU the system hands out their pages when they are first written."""
+    shape, rows = (shape_of(model, num_blocks, block_size) for shape_of in (pool_shape, rows_shape))
+    eight = kv_dtype == "int8"
+    return PagedCache(
+        _zeros(shape, torch.int8 if eight else DTYPES[kv_dtype], device),
+        _zeros(shape[:-1], torch.float32, device) if eight else None,
+        _zeros(rows, torch.float32, device) if rows[0] else None,
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from penjing.kernels.dispatch import cpu_extension
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.sequence import Batch, Sequence
-from penjing.serve.runner.kv_pool import allocate_pool
+from penjing.serve.runner.kv_pool import allocate_cache
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.ranks import Workers, encode_step
 from penjing.serve.runner.step_inputs import StepInputs
@@ -80,9 +80,7 @@ class ParallelRunner:
         gather = workers.begin(config.model_dump_json().encode())
         apply_tensor_parallel(model, split, 0, gather, extension)
         self._step = ModelStep(model)
-        self.kv_pool, self.kv_scale = allocate_pool(
-            split.share(0), config.num_blocks, config.block_size, config.kv_dtype
-        )
+        self.cache = allocate_cache(split.share(0), config.num_blocks, config.block_size, config.kv_dtype)
         sizes = config.max_num_batched_tokens, config.max_num_sequences, config.max_model_len
         self.inputs = StepInputs(*sizes, config.block_size)
 
@@ -123,7 +121,7 @@ class ParallelRunner:
         try:
             self._workers.send(encode_step(tensors, self.block_size))
             with torch.inference_mode():
-                logits_RV = self._step(tensors, self.kv_pool, self.kv_scale)
+                logits_RV = self._step(tensors, self.cache)
         except Exception as error:  # whatever it was: the processes are no longer at the same step
             self._broken = self._workers.broken(error)
             raise self._broken from error

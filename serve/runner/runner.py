@@ -15,7 +15,7 @@ from penjing.kernels.cpu.key_blocks import StepBlocks
 from penjing.kernels.low_rank import Pairs
 from penjing.serve.engine.config import KvDtype
 from penjing.serve.engine.sequence import Batch, Sequence
-from penjing.serve.runner.kv_pool import allocate_pool
+from penjing.serve.runner.kv_pool import allocate_cache
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.runner.step_inputs import StepInputs
 from penjing.serve.sampling.choice import StepScores
@@ -66,7 +66,7 @@ class Runner:
         self.adapter_slots: dict[str, int] = {}
         for name, layers in (adapters or {}).items():
             self.adapter_slots[name] = self.add_adapter(layers)
-        self.kv_pool, self.kv_scale = allocate_pool(model.config, num_blocks, block_size, kv_dtype)
+        self.cache = allocate_cache(model.config, num_blocks, block_size, kv_dtype)
         self.inputs = StepInputs(
             max_tokens, max_sequences, max_model_len, block_size, vocab_size=model.config.vocab_size
         )
@@ -112,25 +112,27 @@ class Runner:
         """
         ready = self.inputs.fill(batch)
         tensors = self.inputs.buffers.first(batch.num_tokens, len(batch.chunks), len(ready))
-        seen_XE = self.inputs.seen.rows()
+        seen_XE, cache = self.inputs.seen.rows(), self.cache
         if self.fused is not None:
             adapter_T = self.inputs.adapter[: batch.num_tokens] if self.inputs.has_adapters else None
             if largest:
                 values_R1, ids_R1 = self.fused.step_top(
                     1,
                     *tensors,
-                    self.kv_pool,
-                    kv_scale=self.kv_scale,
+                    cache.pool,
+                    kv_scale=cache.scale,
+                    row_pool=cache.rows,
                     adapter_T=adapter_T,
                     seen_XE=seen_XE,
                     key_blocks=self.key_blocks,
                 )
                 return StepScores(None, values_R1.numpy()[:, 0], ids_R1.numpy()[:, 0], self.fused.hidden_RE), ready
-            logits_RV = self.fused.step(*tensors, self.kv_pool, self.kv_scale, adapter_T, seen_XE, self.key_blocks)
+            more = adapter_T, seen_XE, self.key_blocks, cache.rows
+            logits_RV = self.fused.step(*tensors, cache.pool, cache.scale, *more)
             return StepScores(logits_RV.numpy(), hidden_RE=self.fused.hidden_RE), ready
 
         assert self.layers is not None
-        return StepScores(self.layers(tensors, self.kv_pool, self.kv_scale, seen_XE).numpy()), ready
+        return StepScores(self.layers(tensors, cache, seen_XE).numpy()), ready
 
 
 def own_parameters(model: Decoder) -> dict[str, Tensor]:

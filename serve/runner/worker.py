@@ -26,7 +26,7 @@ def follow(channel: Channel, model: Decoder, split: Split, rank: int, store: Sto
     """
     from penjing.core.runtime.tensor_parallel import apply_tensor_parallel
     from penjing.kernels.dispatch import cpu_extension
-    from penjing.serve.runner.kv_pool import allocate_pool
+    from penjing.serve.runner.kv_pool import allocate_cache
     from penjing.serve.runner.model_step import ModelStep
 
     channel.send(b"loaded")
@@ -38,10 +38,10 @@ def follow(channel: Channel, model: Decoder, split: Split, rank: int, store: Sto
     extension = cpu_extension()
     assert extension is not None  # the first process has looked
     apply_tensor_parallel(model, split, rank, GlooGather(store, rank, split.ranks), extension)
-    pool, scale = allocate_pool(split.share(rank), config.num_blocks, config.block_size, config.kv_dtype)
+    cache = allocate_cache(split.share(rank), config.num_blocks, config.block_size, config.kv_dtype)
     step = ModelStep(model)
     while (message := channel.receive()) is not None:
-        step(decode_step(message), pool, scale)
+        step(decode_step(message), cache)
 
 
 def _main(folder: str, rank: str, ranks: str, descriptor: str, context: str, store_path: str) -> None:

@@ -27,6 +27,15 @@ from penjing.serve.sampling.params import SamplingParams
 EOS = 256
 VOCAB_SIZE = 258
 CONTEXT = 256
+CONVOLUTIONS: dict[str, Any] = {
+    "model_type": "penjing",
+    "num_hidden_layers": 4,
+    "layer_types": ("short_conv", "full_attention", "short_conv", "short_conv"),
+    "conv_taps": 4,
+    "conv_bias": True,
+    "qk_norm": True,
+}
+"""Of `tiny_model`: layers with short convolutions."""
 DEFAULTS = {"block_size": 4, "num_blocks": 200, "max_num_batched_tokens": 64, "max_num_sequences": 32}
 
 

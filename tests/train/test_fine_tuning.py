@@ -214,13 +214,16 @@ def test_prompts_that_cannot_be_gone_on_with_are_refused_before_the_run(
     assert not (tmp_path / "out-run").exists()
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 0.05), (3, 0.05)])
-def test_greedy_samples_are_what_the_whole_text_gives(window: int | None, cap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "cap", "taps"), [(None, None, 0), (3, None, 0), (None, 0.05, 0), (3, 0.05, 0), (None, None, 7)]
+)
+def test_greedy_samples_are_what_the_whole_text_gives(window: int | None, cap: float | None, taps: int) -> None:
     torch.manual_seed(0)
+    types = ("short_conv", "full_attention") if taps else None
     config = DecoderConfig(
         model_type="penjing", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=24, sliding_window=window,
-        attention_cap=cap,
+        attention_cap=cap, conv_taps=taps, layer_types=types,
     )  # fmt: skip
     model = Decoder(config).to(torch.float64)
     for name, weight in model.named_parameters():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penjing.core.files import writing
-from penjing.core.models.attention import attend_last
+from penjing.core.models.attention import Attend, attend_last
 from penjing.core.models.config import DecoderConfig
 from penjing.core.progress import Progress
 from penjing.core.text.tokenizer import Tokenizer
@@ -20,17 +20,24 @@ from penjing.train.processes.world import World
 
 
 class _Cache:
-    """An `Attend` that keeps the keys and values of one text."""
+    """The two halves of an `Attend` that keeps what the tokens of one text leave to those behind them."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config = config
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if layer in self._kept:
             k, v = (torch.cat(pair, -3) for pair in zip(self._kept[layer], (k, v), strict=True))
         self._kept[layer] = k, v
         return attend_last(self._config, layer, q, k, v, sinks)
+
+    def before(self, layer: int, x: Tensor, count: int) -> list[Tensor]:
+        kept = self._rows.get(layer, x.new_zeros(*x.shape[:-2], count, x.shape[-1]))
+        whole = torch.cat((kept, x), -2)
+        self._rows[layer] = whole[..., x.shape[-2] :, :]
+        return [whole[..., place : place + x.shape[-2], :] for place in range(count)]
 
 
 @torch.no_grad()
@@ -43,11 +50,12 @@ def greedy(model: nn.Module, config: DecoderConfig, prompt: Sequence[int], max_t
     """
     device = next(model.parameters()).device
     cache, made = _Cache(config), list[int]()
+    attend = Attend(cache.attention, cache.before)
     tokens, place = torch.tensor([list(prompt)], device=device), 0
     while len(made) < max_tokens and place + tokens.shape[1] <= config.max_position_embeddings:
         positions = torch.arange(place, place + tokens.shape[1], device=device)[None]
         rows = torch.tensor([tokens.shape[1] - 1], device=device)
-        best = int(model(tokens, positions, cache, logit_rows=rows)[0].argmax())
+        best = int(model(tokens, positions, attend, logit_rows=rows)[0].argmax())
         if best in config.eos_token_ids:
             break
         made.append(best)

@@ -47,15 +47,15 @@ def compile_model(model: nn.Module, *, is_shared: bool, recompute: bool = False,
 
 
 def _number_by_kind(model: Decoder) -> None:
-    """Attention knows its layer's number, by which a cache keeps its keys and the configuration says what it may see. A
-    graph is made for one number: in training without a cache, so layers that see alike take the number of the first."""
+    """What mixes tokens knows its layer's number, by which a cache keeps what it reads and the configuration says what
+    it may see. A graph is made for one number: in training, without a cache, layers that see alike take the first's."""
     config = model.config
     first: dict[Any, int] = {}
     for layer in model.model.layers:
-        attention: Any = layer.self_attn
-        kind = config.layer_type(attention.layer)
+        mixer: Any = layer.mixer
+        kind = config.layer_type(mixer.layer)
         if kind != "lsh_attention":  # which draws its rotations by the number
-            attention.layer = first.setdefault((kind, config.layer_window(attention.layer)), attention.layer)
+            mixer.layer = first.setdefault((kind, config.layer_window(mixer.layer)), mixer.layer)
 
 
 @functools.cache

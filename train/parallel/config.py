@@ -237,6 +237,7 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         "learned_positions",
         "attention_sinks",
         "table_hadamard",
+        "conv_taps",
     )
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
@@ -283,8 +284,12 @@ def _check_stages(config: ParallelConfig, model: DecoderConfig) -> None:
 
 def _check_context(config: ParallelConfig, model: DecoderConfig, length: int) -> None:
     cp = config.cp
-    if model.attention_cap is not None or model.attention_sinks:
-        name = "attention_sinks" if model.attention_cap is None else "attention_cap"
+    unknown = {
+        "attention_cap": model.attention_cap is not None,
+        "attention_sinks": model.attention_sinks,
+        "conv_taps": model.conv_taps,
+    }
+    if name := next((name for name, there in unknown.items() if there), None):
         raise ConfigError(f"parallel.cp={cp}: it does not know model.{name}; leave cp = 1")
     _check_pieces("2 × parallel.cp", 2 * cp, length)
     if config.sequence:

@@ -46,7 +46,7 @@ class Context:
         warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)_tensor` is deprecated", FutureWarning)
 
         def attend(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
         ) -> torch.Tensor:
             assert sinks is None, "such a model is refused"
             window, piece = config.layer_window(layer), q.shape[1] // 2
@@ -57,7 +57,10 @@ class Context:
                 parts.append(flash_attention(queries, k[:, :end], v[:, :end], window=window))
             return torch.cat(parts, 1)
 
-        return attend
+        def before(layer: int, x: torch.Tensor, count: int) -> list[torch.Tensor]:
+            raise AssertionError("such a model is refused")
+
+        return Attend(attend, before)
 
     @property
     def _pieces(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ class LayerShape:
     """One decoder layer.
 
     Attributes:
-        dense: parameters that every token passes: attention, norms, MLP or shared experts and router.
+        dense: parameters that every token passes: attention or a convolution, norms, MLP or shared experts and router.
         experts: parameters of all routed experts.
         active: of `experts`, those that one token passes.
         attend: FLOPs of a token with one key: scores and their sum over values.
@@ -31,7 +31,7 @@ class LayerShape:
     attend: int
     window: int | None
     kept: dict[Recompute, tuple[int, int]]
-    key_values: int  # elements of a token's keys and values
+    key_values: int  # elements of a token's keys and values, or of what a convolution reads of it
     routed: int = 0
 
     @property
@@ -94,10 +94,11 @@ def decoder_shape(model: object) -> ModelShape:
 
 def _layer(model: DecoderConfig, index: int) -> LayerShape:
     hidden, moe = model.hidden_size, model.moe if model.is_moe(index) else None
-    attention, queries, key_values, values = _attention(model)
+    conv = model.is_conv(index)
+    attention, queries, key_values, values = _convolution(model) if conv else _attention(model)
     dense = attention + (4 if model.norms == "around" else 2) * hidden
     if model.inner_norms:
-        dense += model.num_attention_heads * model.head_dim + model.ffn_size(index)
+        dense += (0 if conv else model.num_attention_heads * model.head_dim) + model.ffn_size(index)
     experts = active = 0
     if moe is None:
         inner = model.ffn_size(index)
@@ -117,7 +118,7 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
         dense=dense,
         experts=experts,
         active=active,
-        attend=2 * (queries + values),
+        attend=0 if conv else 2 * (queries + values),
         window=model.layer_window(index),
         kept={
             "none": (products + inner, copies * hidden),
@@ -127,6 +128,14 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
         key_values=key_values,
         routed=moe.num_experts_per_tok if moe else 0,
     )
+
+
+def _convolution(model: DecoderConfig) -> tuple[int, int, int, int]:
+    """The same four of a short convolution: what its projection gives, what it reads of a token, and its sum and that
+    behind its gate."""
+    hidden = model.hidden_size
+    parameters = hidden * (4 * hidden + model.conv_taps) + (5 * hidden if model.conv_bias else 0)
+    return parameters, 3 * hidden, hidden, 2 * hidden
 
 
 def _attention(model: DecoderConfig) -> tuple[int, int, int, int]:

@@ -101,12 +101,14 @@ class _Stored:
 
 def decoder_weights(std: float, num_layers: int, seed: int) -> Weights:
     """Normal weights of deviation `std`; those that add to the residual are divided by sqrt(2 × layers), as in GPT-2.
-    Norms are one, biases zero."""
+    What sums a few tokens of one channel (`conv.taps`) keeps its size. Norms are one, biases zero."""
 
     def weights(name: str, shape: tuple[int, ...]) -> Values:
         if len(shape) < 2:
             return Constant(0.0 if name.endswith("bias") else 1.0)
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        if name.endswith("conv.taps.weight"):
+            return Normal(shape, shape[-1] ** -0.5, seed, name)
+        into_residual = name.endswith(("o_proj.weight", "conv.out_proj.weight", "down_proj.weight"))
         return Normal(shape, std / math.sqrt(2 * num_layers) if into_residual else std, seed, name)
 
     return weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,13 @@ def test_scales_span_what_the_artifact_caches_on_calibration_text(with_scales: P
     causal = causal_attention(loaded.config)
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         found[layer] = [float(k.abs().amax()), float(v.abs().amax())]
         return causal(layer, q, k, v, sinks)
 
     with torch.no_grad():
-        loaded.model(windows, attend=attend)
+        loaded.model(windows, attend=replace(causal, attention=attend))
     for layer, largest in found.items():
         for name, value in zip(("k_scale", "v_scale"), largest, strict=True):
             stored = open_decoder_artifact(with_scales).checkpoint.get(f"model.layers.{layer}.self_attn.{name}")

@@ -28,6 +28,12 @@ ARCHITECTURES = {
     "qwen3": {"model_type": "qwen3", "qk_norm": True},
     "sliding window, one key head": {"model_type": "mistral", "sliding_window": 5, "num_key_value_heads": 1},
     "inner norms": {"model_type": "penjing", "inner_norms": True, "activation": "relu2", "num_key_value_heads": 1},
+    "convolutions": {
+        "model_type": "penjing",
+        "layer_types": ("full_attention", "short_conv"),
+        "conv_taps": 3,
+        "conv_bias": True,
+    },
     "odd sizes": {"hidden_size": 60, "intermediate_size": 75, "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 TRANSFORMS = {

@@ -269,6 +269,12 @@ def test_what_cannot_be_searched_is_refused(
         opened(base(decoder, tmp_path / "out", **changed), tmp_path / "work", **choices)
 
 
+def test_networks_with_convolutions_are_not_searched(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(model_type="penjing", layer_types=("short_conv", "full_attention"), conv_taps=3)
+    with pytest.raises(InputError, match="short convolutions, whose time a search does not know"):
+        opened(base(folder, tmp_path / "out"), tmp_path / "work")
+
+
 def test_one_window_is_too_little(decoder: Path, tmp_path: Path) -> None:
     values = base(decoder, tmp_path / "out")
     values["data"] = {"tokens": 64, "window": 64}

@@ -17,7 +17,7 @@ from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
-from penjing.core.errors import InputError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.manifest import verify
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.resnet_config import BlockConfig, ResNetConfig, StageConfig
@@ -98,6 +98,43 @@ def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: d
     groups = graph_of(Decoder(dense.config.model_copy(update={"attention_cap": None})))
     expected = output(masked(dense, record, groups), PROMPT)
     assert (output(load(tmp_path / "pruned"), PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_decoder_with_convolutions_is_the_masked_one(tmp_path: Path, notes: Notes) -> None:
+    changed: dict[str, Any] = {
+        "model_type": "penjing",
+        "num_hidden_layers": 3,
+        "layer_types": ["short_conv", "full_attention", "short_conv"],
+        "conv_taps": 3,
+    }
+    dense = decoder(tmp_path / "dense", **changed)
+    record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), parts=("ffn", "heads"), method="l1", ratio=0.3)
+    expected = output(masked(dense, record, graph_of(dense)), PROMPT)
+    pruned = load(tmp_path / "pruned")
+    assert (output(pruned, PROMPT) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (pruned.config.num_key_value_heads, pruned.config.layer_types) == (3, dense.config.layer_types)
+    with pytest.raises(InputError, match="short convolutions, which are as wide as the network: leave 'hidden' out"):
+        prune(tmp_path / "dense", tmp_path / "narrow", tokens(), parts=("hidden",), ratio=0.3)
+
+
+def test_layers_with_convolutions_leave_and_are_corrected_for_what_left(tmp_path: Path) -> None:
+    changed: dict[str, Any] = {
+        "model_type": "penjing",
+        "num_hidden_layers": 4,
+        "layer_types": ["short_conv", "full_attention", "short_conv", "full_attention"],
+        "conv_taps": 3,
+    }
+    decoder(tmp_path / "dense", **changed)
+    how: dict[str, Any] = {"method": "obs", "ratio": 0.3, "reconstruct": True}
+    record = prune(tmp_path / "dense", tmp_path / "fewer", tokens(), parts=("ffn", "layers"), layers=(2,), **how)
+    fewer = load(tmp_path / "fewer")
+    assert fewer.config.layer_types == ("short_conv", "full_attention", "full_attention")
+    assert bool(output(fewer, PROMPT).isfinite().all())
+    assert all(row["error_left"] < 1 for row in record["reconstructed"])
+    prune(tmp_path / "dense", tmp_path / "none", tokens(), parts=("layers",), layers=(0, 2))
+    assert (load(tmp_path / "none").config.conv_taps, load(tmp_path / "none").config.layer_types) == (0, None)
+    with pytest.raises(ConfigError, match="none with attention stays, only short convolutions"):
+        prune(tmp_path / "dense", tmp_path / "odd", tokens(), parts=("layers",), layers=(1, 3))
 
 
 def test_heads_with_sinks_stay(tmp_path: Path, notes: Notes) -> None:

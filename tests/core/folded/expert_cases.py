@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.core.folded.conv_cases import CONV_EXPERT_CASES
+
 Case = tuple[str, dict[str, Any], str]
 GRANITE: dict[str, Any] = {
     "num_local_experts": 6,
@@ -265,4 +267,4 @@ EXPERT_CASES: dict[str, Case] = {
         | {"tie_word_embeddings": True},
         "penjing",
     ),
-}
+} | CONV_EXPERT_CASES

@@ -17,6 +17,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
+from tests.core.folded.conv_cases import CONV_CASES, CONV_NAMES
 from tests.core.folded.expert_cases import EXPERT_CASES, LATENT
 from tests.core.folded.older_cases import OLDER_CASES
 
@@ -261,6 +262,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = (
     }
     | OLDER_CASES
     | EXPERT_CASES
+    | CONV_CASES
 )
 
 
@@ -276,7 +278,7 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **ho
             plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
             parameter.copy_(plain + torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.15))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder, **how)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
@@ -341,7 +343,13 @@ APERTUS = {
 
 
 @pytest.mark.parametrize(
-    ("case", "names"), [("apertus", APERTUS), ("granite_swa_plain", {}), ("gpt_oss", {"mlp.gate.": "mlp.router."})]
+    ("case", "names"),
+    [
+        ("apertus", APERTUS),
+        ("granite_swa_plain", {}),
+        ("gpt_oss", {"mlp.gate.": "mlp.router."}),
+        ("lfm2_bias", CONV_NAMES),
+    ],
 )
 def test_gradients_are_those_of_transformers(
     case: str, names: dict[str, str], tmp_path: Path, tiny_checkpoint: Path

@@ -36,8 +36,9 @@ NEW = (
     "gptj",
     "falcon_new",
     "apertus",
+    "lfm2",
 )
-ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa")  # the others where there is time
+ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa", "lfm2")  # the others where there is time
 
 
 @pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", *EXPERT_CASES])

@@ -20,6 +20,12 @@ PATHS = torch.tensor([(each + 8 * each[-1:])[:8] for each in SEQUENCES])
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "windows": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3},
+    "convolutions": {
+        "model_type": "penjing",
+        "num_hidden_layers": 3,
+        "layer_types": ("short_conv", "full_attention", "short_conv"),
+        "conv_taps": 4,
+    },
     "capped": {"model_type": "penjing", "attention_cap": 5.0},
 }
 

@@ -96,6 +96,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "layer_types": ("sliding_attention", "full_attention"),
     },
+    "conv": {
+        "model_type": "penjing",
+        "layer_types": ("short_conv", "full_attention"),
+        "conv_taps": 3,
+        "conv_bias": True,
+        "qk_norm": True,
+    },
+    "conv behind": {
+        "model_type": "penjing",
+        "layer_types": ("full_attention", "short_conv"),
+        "conv_taps": 20,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
     "apertus": {"model_type": "penjing", "mlp_gated": False, "activation": "xielu", "qk_norm": True},
     "gemma2": {
         "model_type": "penjing",
@@ -159,6 +173,7 @@ def fused_step(step: DecoderStep, pages: Pages, parts: list[tuple[Tensor, int, l
         torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int(),
         torch.arange(len(ids), dtype=torch.int32),
         pages.pool,
+        row_pool=pages.rows if len(pages.rows) else None,
     ).clone()
 
 

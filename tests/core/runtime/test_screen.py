@@ -21,9 +21,12 @@ MakeCheckpoint = Callable[..., Path]
 PAGE, TOKENS = 16, 48
 
 
-@pytest.fixture
-def model(make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> Decoder:
-    checkpoint = make_tiny_checkpoint(hidden_size=128, head_dim=16)
+CONVOLUTIONS = {"model_type": "penjing", "layer_types": ("short_conv", "full_attention"), "conv_taps": 3}
+
+
+@pytest.fixture(params=[{}, CONVOLUTIONS], ids=["attention", "convolutions"])
+def model(request: pytest.FixtureRequest, make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> Decoder:
+    checkpoint = make_tiny_checkpoint(hidden_size=128, head_dim=16, **request.param)
     return load_model(write_int8_artifact(checkpoint, tmp_path / "int8", quantize_head=True)).model
 
 
@@ -36,13 +39,17 @@ def fuse(model: Decoder) -> DecoderStep:
 def answer(step: DecoderStep, model: Decoder) -> list[tuple[int, float]]:
     """The largest logits of a sequence that goes on with them."""
     config, found = model.config, [(5, 0.0)]
-    shape = config.num_hidden_layers, 2, TOKENS // PAGE, config.num_key_value_heads, PAGE, config.head_dim
-    pool, table = torch.zeros(shape), torch.arange(TOKENS // PAGE, dtype=torch.int32)[None]
+    pages, attending = TOKENS // PAGE, len(config.attention_layers)
+    pool = torch.zeros(attending, 2, pages, config.num_key_value_heads, PAGE, config.head_dim)
+    rows = torch.zeros(config.num_hidden_layers - attending, pages, PAGE, config.hidden_size)
+    table = torch.arange(pages, dtype=torch.int32)[None]
     for at in range(TOKENS):
         one = torch.tensor([at], dtype=torch.int32)
         bounds, last = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         ids = torch.tensor([found[-1][0]], dtype=torch.int32)
-        values, ids = step.step_top(1, ids, one, one.long(), bounds, one + 1, table, last, pool)
+        values, ids = step.step_top(
+            1, ids, one, one.long(), bounds, one + 1, table, last, pool, row_pool=rows if len(rows) else None
+        )
         found.append((int(ids), float(values)))
     return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.rows import StepCosts
 from tests.core.artifact.adapters import adapter_tensors, merge, write_adapter
 from tests.kernels.cpu import needs_extension
-from tests.serve.tiny import ids_of, run_all
+from tests.serve.tiny import CONVOLUTIONS, ids_of, run_all
 from tests.train.reference import cases
 
 pytestmark = needs_extension
@@ -104,6 +106,28 @@ def test_equal_tokens_to_the_merged_model_and_bits_as_before_without_one(
         expected = answers(engine_of(merged), [request(name, None)])[name]
         assert [token for token, _ in expected] == [token for token, _ in together[name]]
         for (token, known), (_, got) in zip(expected, together[name], strict=True):
+            assert got[token].logprob == pytest.approx(known[token].logprob, abs=1e-4)
+
+
+def test_layers_with_convolutions_take_adapters(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = make_tiny_checkpoint(**CONVOLUTIONS)
+    tensors = adapter_tensors(checkpoint, 4)
+    assert sum(".conv.in_proj." in name for name in tensors) == 6
+    adapter = {"alice": write_adapter(tmp_path / "alice", tensors, 4)}
+    requests = [request(f"{i}", NAMES[i % 2], PROMPT[: 3 + 2 * i]) for i in range(8)]
+    engine = engine_of(checkpoint, adapter)
+    alone = {each.request_id: answers(engine, [each])[each.request_id] for each in requests}
+    assert answers(engine_of(checkpoint, adapter, max_num_batched_tokens=17), requests) == alone
+    (tmp_path / "merged").mkdir()
+    weights = merge(load_file(checkpoint / "model.safetensors"), tensors, 2.0)
+    config = open_checkpoint(checkpoint).config
+    save_checkpoint(tmp_path / "merged", config, weights.items(), tokenizer_from=checkpoint)
+    write_manifest(tmp_path / "merged", "checkpoint", {"command": "tests"})
+    merged = engine_of(tmp_path / "merged")
+    for each in requests[1::2]:
+        without = each.params.model_copy(update={"lora_name": None})
+        expected = answers(merged, [replace(each, params=without)])[each.request_id]
+        for (token, known), (_, got) in zip(expected, alone[each.request_id], strict=True):
             assert got[token].logprob == pytest.approx(known[token].logprob, abs=1e-4)
 
 

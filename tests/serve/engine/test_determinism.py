@@ -15,7 +15,7 @@ import pytest
 from penjing.core.checkpoint.load import LoadedModel
 from penjing.serve.engine.request import Request
 from penjing.serve.sampling.params import SamplingParams
-from tests.serve.tiny import CONTEXT, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
+from tests.serve.tiny import CONTEXT, CONVOLUTIONS, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
@@ -34,6 +34,9 @@ PATHS = [
     "kv-int8-torch",
     "kv-float16-window",
     "kv-bfloat16-window",
+    "conv",
+    "conv-torch",
+    "kv-float16-int8-conv",
 ]
 
 
@@ -46,7 +49,8 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
         if request.param.startswith("kv-"):
             patch.setitem(DEFAULTS, "kv_dtype", request.param.split("-")[1])
         window = 12 if request.param.endswith("window") else None
-        yield tiny_model(int8=request.param.startswith("int8"), sliding_window=window)
+        changes = CONVOLUTIONS if "conv" in request.param else {}
+        yield tiny_model(int8="int8" in request.param.removeprefix("kv-int8"), sliding_window=window, **changes)
 
 
 def requests_of() -> list[Request]:

@@ -40,9 +40,9 @@ def test_an_int8_cache_holds_more_tokens_in_the_same_bytes() -> None:
     assert int8.config.num_blocks == (1 << 16) // (2 * 2 * 2 * 4 * 12)
     assert int8.max_model_len > floats.max_model_len
     for engine in (floats, int8):
-        pool, scale = engine.runner.kv_pool, engine.runner.kv_scale
+        pool, scale = engine.runner.cache.pool, engine.runner.cache.scale
         assert pool.nbytes + (0 if scale is None else scale.nbytes) == engine.config.kv_cache_bytes
-    assert int8.runner.kv_pool.dtype == torch.int8
+    assert int8.runner.cache.pool.dtype == torch.int8
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -148,7 +148,7 @@ KINDS = ("full", "window+blocks")
 def test_summaries_count_as_memory_of_the_cache() -> None:
     for kind, share in (("auto", 1 / 32), ("int8", 12 / 192)):
         engine = tiny_engine(tiny_model(head_dim=8), **BLOCKS, num_blocks=None, kv_cache_bytes=1 << 17, kv_dtype=kind)
-        pool, scale, chooses = engine.runner.kv_pool, engine.runner.kv_scale, engine.runner.key_blocks  # type: ignore[attr-defined]
+        pool, scale, chooses = engine.runner.cache.pool, engine.runner.cache.scale, engine.runner.key_blocks  # type: ignore[attr-defined]
         keys = pool.nbytes + (0 if scale is None else scale.nbytes)
         summaries = chooses.summary.nbytes + chooses.summary_scale.nbytes
         assert keys + summaries == engine.config.kv_cache_bytes

@@ -21,9 +21,19 @@ from penjing.serve.sampling.constraint import Constraint
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.drafter import FORCED, Draft
 from penjing.serve.speculate.told import PIECE
-from tests.serve.tiny import DEFAULTS, VOCAB_SIZE, generate, ids_of, run_all, text_of, tiny_engine, tiny_model
+from tests.serve.tiny import (
+    CONVOLUTIONS,
+    DEFAULTS,
+    VOCAB_SIZE,
+    generate,
+    ids_of,
+    run_all,
+    text_of,
+    tiny_engine,
+    tiny_model,
+)
 
-PATHS = ["fp32", "int8", "window", "fp32-torch", "kv-int8", "key-blocks"]
+PATHS = ["fp32", "int8", "window", "fp32-torch", "kv-int8", "key-blocks", "conv", "conv-torch"]
 
 KEY_BLOCKS: dict[str, Any] = {
     "attention": "window+blocks",
@@ -59,7 +69,8 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
             for name, value in KEY_BLOCKS.items():
                 patch.setitem(DEFAULTS, name, value)
         window = 12 if request.param == "window" else None
-        yield tiny_model(int8=request.param == "int8", sliding_window=window)
+        changes = CONVOLUTIONS if "conv" in request.param else {}
+        yield tiny_model(int8=request.param == "int8", sliding_window=window, **changes)
 
 
 class Seer:

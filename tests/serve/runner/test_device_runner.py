@@ -27,7 +27,7 @@ from penjing.serve.sampling.choice import NOT_FINITE, choose_rows
 from penjing.serve.sampling.params import SamplingParams
 from tests.kernels.cpu import needs_extension
 from tests.kernels.gpu.conftest import repair_interpreter
-from tests.serve.tiny import ids_of, run_all, tiny_engine, tiny_int4_model, tiny_model
+from tests.serve.tiny import CONVOLUTIONS, ids_of, run_all, tiny_engine, tiny_int4_model, tiny_model
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +151,7 @@ def test_half_precision_is_near() -> None:
     engine = tiny_engine(loaded, **SETTINGS)
     config = engine.config.model_copy(update={"dtype": "float16", "kv_dtype": "float16"})
     engine.runner = DeviceRunner(loaded.model, config.model_copy(update={"cuda_graphs": False}), DEVICE)
-    assert engine.runner.kv_pool.dtype == torch.float16
+    assert engine.runner.cache.pool.dtype == torch.float16
     found = record(engine)
     answers(engine, PROMPTS[1:2], max_tokens=1)
     assert (found[0] - expected[0]).abs().max() < 0.1 * expected[0].abs().max()
@@ -169,9 +169,16 @@ def test_greedy_answers_take_the_largest_logits_alone() -> None:
         asked.clear()
 
 
-def test_other_models_run_layer_by_layer() -> None:
-    moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    loaded = tiny_model(moe=moe, num_hidden_layers=1)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}, "num_hidden_layers": 1},
+        CONVOLUTIONS | {"num_hidden_layers": 2, "layer_types": ("short_conv", "full_attention")},
+    ],
+    ids=["experts", "convolutions"],
+)
+def test_other_models_run_layer_by_layer(changes: dict[str, Any]) -> None:
+    loaded = tiny_model(**changes)
     expected_engine = tiny_engine(loaded, **SETTINGS)
     expected = record(expected_engine)
     answers(expected_engine, PROMPTS[1:2], max_tokens=2)

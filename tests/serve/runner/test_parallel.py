@@ -155,7 +155,7 @@ def test_processes_hold_less_each_and_a_dead_one_is_told(make_tiny_checkpoint: C
     assert answers(engine, given) == expected
     runner = engine.runner
     assert isinstance(runner, ParallelRunner)
-    assert runner.kv_pool.numel() * 2 == whole.runner.kv_pool.numel()
+    assert runner.cache.pool.numel() * 2 == whole.runner.cache.pool.numel()
 
     loop, replies = EngineLoop(engine), Queue[Any]()
     loop.start()

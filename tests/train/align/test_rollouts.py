@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
 from penjing.train.align.rollouts import RolloutStream
@@ -27,6 +28,7 @@ from penjing.train.monitor.alarms import AlarmConfig, Alarms
 from penjing.train.processes.world import World
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.run import train
+from tests.serve.tiny import CONVOLUTIONS
 
 RECIPE = """
 output = "{folder}/out"
@@ -110,6 +112,16 @@ def test_the_reward_rises_and_the_engine_follows_the_learner(recipe: Path, tmp_p
     answers = [json.loads(line) for line in (tmp_path / "out-run/answers.jsonl").read_text().splitlines()]
     assert {"step", "prompt", "answer", "reward"} == set(answers[0])
     assert (tmp_path / "out/adapter").exists() == bool(settings)
+
+
+def test_the_engine_follows_convolutions_too(
+    recipe: Path, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    base = make_tiny_checkpoint(**CONVOLUTIONS)
+    train(recipe, ["steps=4", "learning_rate.peak=2e-2", f"initial={base}"])
+    assert max(record["gap"] for record in records(tmp_path / "out-run")) < 1e-4
+    taps = "model.layers.0.conv.taps.weight"
+    assert not torch.equal(open_checkpoint(base).get(taps), open_checkpoint(tmp_path / "out").get(taps))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from penjing.core.errors import ConfigError
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from tests.conftest import tiny_config
 
+CONV = {"model_type": "penjing", "layer_types": ("short_conv", "full_attention"), "conv_taps": 3}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -40,6 +41,8 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
             {"pp": 2, "schedule": "zbv"}, {"moe": MOE, "model_type": "penjing", "num_hidden_layers": 4,
             "tie_word_embeddings": False}, 2, "splits the backward pass, which experts do not",
         ),
+        ({"tp": 2}, CONV, 2, r"parallel\.tp=2: it does not split a model with conv_taps=3; use zero = 3"),
+        ({"cp": 2}, CONV, 2, r"parallel\.cp=2: it does not know model\.conv_taps; leave cp = 1"),
         ({"zero": 3}, {"shared_layers": 2}, 2, "layers that share weights"),
         ({"shards": 2}, {}, 4, r"parallel\.shards is how many processes ZeRO spreads over"),
         ({"zero": 3, "shards": 3}, {}, 4, r"parallel\.shards=3 does not divide parallel\.dp=4"),

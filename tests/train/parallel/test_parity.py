@@ -11,6 +11,7 @@ from tests.train.parallel.worlds import run_world
 
 pytestmark = pytest.mark.xdist_group("parity")  # one world for all
 
+CONVOLUTIONS = {"model_type": "penjing", "layer_types": ["short_conv", "full_attention"], "conv_taps": 3}
 TWO: dict[str, dict[str, Any]] = {
     "cp 2": {"parallel": {"cp": 2}},
     "cp 2, zero 3, sliding": {
@@ -22,6 +23,8 @@ TWO: dict[str, dict[str, Any]] = {
     "pp 2": {"parallel": {"pp": 2}, "accumulation": 3},
     "pp 2, gpipe": {"parallel": {"pp": 2, "schedule": "gpipe"}, "accumulation": 1},
     "pp 2, resized": {"parallel": {"pp": 2, "balance": True}, "accumulation": 3},
+    "pp 2, convolutions": {"parallel": {"pp": 2}, "accumulation": 3, "model": CONVOLUTIONS},
+    "zero 3, convolutions": {"parallel": {"zero": 3}, "model": CONVOLUTIONS},
     "zero 1": {"parallel": {"zero": 1}},
     "zero 2": {"parallel": {"zero": 2}},
     "zero 3": {"parallel": {"zero": 3}},

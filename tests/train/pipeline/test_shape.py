@@ -31,6 +31,11 @@ SMALL = {
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+CONVOLUTIONS = {
+    "model_type": "penjing",
+    "layer_types": ["short_conv", "full_attention", "short_conv"],
+    "conv_taps": 3,
+}
 VARIANTS = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -41,6 +46,8 @@ VARIANTS = {
         "model_type": "penjing",
         "moe": MOE | {"shared_expert_intermediate_size": 8, "shared_expert_gate": True, "router_bias": True},
     },
+    "convolutions": CONVOLUTIONS,
+    "biases of convolutions": CONVOLUTIONS | {"conv_bias": True, "qk_norm": True},
     "latent": {"model_type": "penjing", "num_key_value_heads": 4, "latent_attention": LATENT},
 }
 
@@ -63,7 +70,7 @@ class Everything:
         return Loss(model(batch["token_ids"]).sum())
 
 
-@pytest.mark.parametrize("variant", ["llama", "tied", "experts"])
+@pytest.mark.parametrize("variant", ["llama", "tied", "experts", "convolutions"])
 def test_flops_are_those_that_run(variant):
     config = DecoderConfig.model_validate(SMALL | VARIANTS[variant])
     shape = decoder_shape(config)

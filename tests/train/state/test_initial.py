@@ -36,6 +36,13 @@ def test_numbers_are_normal_and_independent() -> None:
         assert abs((rows * other).mean()) < 0.005
 
 
+def test_taps_of_convolutions_keep_the_size_of_what_they_sum() -> None:
+    weights = decoder_weights(0.02, 8, seed=1)
+    for name, shape, size in (("taps", (4096, 1, 4), 0.5), ("out_proj", (256, 256), 0.02 / 4)):
+        values = weights(f"model.layers.0.conv.{name}.weight", shape)[tuple(slice(0, length) for length in shape)]
+        assert values.std() == pytest.approx(size, rel=0.05)
+
+
 @pytest.mark.parametrize("model", [{"tie_word_embeddings": True}, {"shared_layers": 2, "model_type": "penjing"}])
 def test_a_model_built_without_data_is_as_one_built_with(model: dict[str, Any]) -> None:
     config = tiny_config(**model)

@@ -1,0 +1,42 @@
+"""Families with short convolutions, as `test_families.CASES` has them: type, settings, and what the folder becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penjing.core.folded.lfm2 import NAMES
+
+_LFM2: dict[str, Any] = {
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "block_auto_adjust_ff_dim": False,
+}
+_MOE: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+CONV_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "lfm2": ("lfm2", _LFM2 | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 20}, "penjing"),
+    "lfm2_bias": (
+        "lfm2",
+        _LFM2
+        | {"layer_types": None, "full_attn_idxs": [0, 3]}
+        | {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+        "penjing",
+    ),
+    "lfm2_attention": ("lfm2", _LFM2 | {"layer_types": None, "full_attn_idxs": None}, "qwen3"),
+}
+CONV_EXPERT_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "lfm2_moe": ("lfm2_moe", _MOE, "penjing"),
+    "lfm2_moe_plain": (
+        "lfm2_moe",
+        _MOE
+        | {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0}
+        | {"routed_scaling_factor": 1.5, "tie_word_embeddings": False, "conv_bias": True},
+        "penjing",
+    ),
+}
+CONV_NAMES = {f".{ours}.": f".{theirs}." for ours, theirs in NAMES.items()} | {"model.norm.": "model.embedding_norm."}
+"""Part of a name of ours → of theirs."""
