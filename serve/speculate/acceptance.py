@@ -40,7 +40,7 @@ class Shares:
         """`guessed` was guessed behind `before` and came, or not; by its kind it had this chance."""
         self.trials[kind] = COMMON_MEMORY * self.trials[kind] + 1
         self.hits[kind] = COMMON_MEMORY * self.hits[kind] + hit
-        if len(self.of) > MOST_TOKENS:
+        if max(len(self.of), len(self.behind)) > MOST_TOKENS:
             self.forget_tokens()
         expected, came = self.of.get(guessed, UNKNOWN)
         self.of[guessed] = expected + chance, came + hit

@@ -119,8 +119,8 @@ def test_tokens_tell_where_guesses_of_a_kind_come_oftener() -> None:
 def test_tokens_that_are_told_apart_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "MOST_TOKENS", 10)
     common = Shares()
-    for token_id in range(100):
-        Acceptance(common).observe(token_id, Draft([token_id], [1]), [token_id])
+    for before, guessed in [(0, token_id) for token_id in range(100)] + [(token_id, 0) for token_id in range(100)]:
+        Acceptance(common).observe(before, Draft([guessed], [1]), [guessed])
         assert len(common.of) <= 11
         assert len(common.behind) <= 11
 
