@@ -6,10 +6,11 @@
     python benchmarks/run_speculation.py --texts news essays            # summaries and questions of other texts
 
 `one_stream_KIND_CHOICE` are tokens a second behind an answer's first token, beside an engine that guesses nothing;
-`tokens_a_step_…` counts tokens and not seconds, so that a busy machine does not change it. Both engines get the same
-requests in turns, and their answers must be equal. The answers of an earlier turn are forgotten before the next, or
-they would be guessed from themselves. Summaries, questions and code have their text from Python's own
-help and library; chats have none.
+`16_streams_…` ends with the last of 16 answers that begin together, and `each_of_16_…` is the speed of one of them,
+which ends when it does. `tokens_a_step_…` counts tokens and not seconds, so that a busy machine does not change it.
+Both engines get the same requests in turns, and their answers must be equal. The answers of an earlier turn are
+forgotten before the next, or they would be guessed from themselves. Summaries, questions and code have their text from
+Python's own help and library; chats have none.
 """
 
 from __future__ import annotations
@@ -65,14 +66,18 @@ FORM = {
     "required": ["name_of_the_person", "is_a_registered_member", "preferred_language", "number_of_orders"],
     "additionalProperties": False,
 }
-SPEEDS = ("one_stream", "16_streams", "draft/one_stream", "draft/16_streams")  # not tokens_a_step
+SPEEDS = tuple(
+    prefix + name for prefix in ("", "draft/") for name in ("one_stream", "16_streams", "each_of_16")
+)  # not tokens_a_step
 OFF = "speculate=off"
 
 
 class Run(NamedTuple):
-    """Seconds behind the first token of the first answer, tokens after it, and all answers."""
+    """Seconds from when all answers have begun until the last one ends, and the sum of those until each ends; tokens in
+    that time, and all answers."""
 
     seconds: float
+    seconds_of_each: float
     num_tokens: int
     answers: dict[str, list[int]]
 
@@ -159,6 +164,7 @@ def template_of(engine: LLMEngine) -> ChatTemplate:
 
 def measure(name: str, groups: list[list[Request]], off: LLMEngine, on: LLMEngine, rounds: int) -> list[Row]:
     speeds: dict[str, list[float]] = {"off": [], "on": []}
+    of_each: dict[str, list[float]] = {"off": [], "on": []}
     before = on.stats()
     for turn in range(rounds + 1):
         runs = {"off": run_all(off, groups), "on": run_all(on, groups)}
@@ -166,18 +172,27 @@ def measure(name: str, groups: list[list[Request]], off: LLMEngine, on: LLMEngin
             raise ServerError(f"{name}: the answers differ with guesses and without")
         if turn > 0:  # the first turn warms up
             for which, timed in runs.items():
-                speeds[which].append(sum(r.num_tokens for r in timed) / sum(r.seconds for r in timed))
-    # Of pairs that ran one after the other: a load that comes and goes meets both.
-    ratio = median(a / b for a, b in zip(speeds["on"], speeds["off"], strict=True))
-    after, value = on.stats(), median(speeds["on"])
+                num_tokens = sum(r.num_tokens for r in timed)
+                speeds[which].append(num_tokens / sum(r.seconds for r in timed))
+                of_each[which].append(num_tokens / sum(r.seconds_of_each for r in timed))
+    after = on.stats()
     accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
     generated = after.generation_tokens - before.generation_tokens
-    say(f"{name}: {ratio:.2f} times, {generated / (generated - accepted):.2f} tokens a row that was not guessed")
+    rows = [_speed_row(name, speeds, rounds)]
+    if any(len(group) > 1 for group in groups):
+        rows.append(_speed_row(name.replace("16_streams", "each_of_16"), of_each, rounds))
     each = name.replace("one_stream", "tokens_a_step").replace("16_streams", "tokens_a_step_16")
-    return [
-        new_row("speculation", name, value, "tok/s", runs=rounds, baseline=OFF, baseline_value=value / ratio),
-        new_row("speculation", each, generated / (generated - accepted), "tokens", runs=1),
-    ]
+    rows.append(new_row("speculation", each, generated / (generated - accepted), "tokens", runs=1))
+    times = ", ".join(f"{row.ratio:.2f} times" for row in rows[:-1])
+    say(f"{name}: {times}, {rows[-1].value:.2f} tokens a row that was not guessed")
+    return rows
+
+
+def _speed_row(name: str, speeds: dict[str, list[float]], rounds: int) -> Row:
+    # Of pairs that ran one after the other: a load that comes and goes meets both.
+    ratio = median(a / b for a, b in zip(speeds["on"], speeds["off"], strict=True))
+    value = median(speeds["on"])
+    return new_row("speculation", name, value, "tok/s", runs=rounds, baseline=OFF, baseline_value=value / ratio)
 
 
 def run_all(engine: LLMEngine, groups: list[list[Request]]) -> list[Run]:
@@ -190,15 +205,19 @@ def run(engine: LLMEngine, requests: list[Request]) -> Run:
     answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
-    begun, before = None, 0
+    begun, before, ended = None, 0, list[float]()
     while engine.has_work():
         outputs = engine.step()
+        now = time.perf_counter()
         for output in outputs:
             answers[output.request_id] += output.token_ids
+            if output.finish_reason:
+                ended.append(now)
         if begun is None and all(answers.values()):
-            begun, before = time.perf_counter(), sum(map(len, answers.values()))
+            begun, before = now, sum(map(len, answers.values()))
     assert begun is not None, "every answer has a first token"
-    return Run(time.perf_counter() - begun, sum(map(len, answers.values())) - before, answers)
+    num_tokens = sum(map(len, answers.values())) - before
+    return Run(ended[-1] - begun, sum(max(each - begun, 0.0) for each in ended), num_tokens, answers)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penjing.serve.engine.answer import Answer
 from penjing.serve.engine.sequence import Sequence
-from penjing.serve.speculate.acceptance import Acceptance, Shares
+from penjing.serve.speculate.acceptance import LEAST_CHANCE, Acceptance, Shares
 from penjing.serve.speculate.drafter import FIRST_CONFIDENCE, NO_DRAFT, Draft, Drafter, Silent
 from penjing.serve.speculate.forced import ForcedDrafter
 from penjing.serve.speculate.lookup import LookupDrafter
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_GUESSES = 16  # of one answer in a step
 MOST_OF_NETWORK = 6  # it was trained to guess some tokens ahead
+IDLE_STEPS = 3  # without a guess that pays, after which an answer is asked for guesses in a step less each time
+MOST_PAUSE = 4  # steps
 AGAIN = 0.5  # of guesses that follow a right one are right, by the network of SmolLM2
 SURE = 1.0  # tokens that an answer's own words promise, above which the network is not asked
 
@@ -50,8 +52,8 @@ class Speculation:
         self._lookup, self._told = lookup, Told()
         self._network, self._worth = network, Worth()
         self._hidden: dict[Sequence, Tensor] = {}
-        # Greedy answers repeat themselves more than sampled ones.
-        self._shares = {True: Shares(), False: Shares()}
+        # Greedy answers repeat themselves more than sampled ones, and a form asks for other tokens.
+        self._shares = {(greedy, held): Shares() for greedy in (True, False) for held in (True, False)}
         self._guessing: dict[Sequence, _Guessing] = {}
 
     def propose(self, running: Iterable[Sequence], answer_of: Mapping[Sequence, Answer]) -> dict[Sequence, list[int]]:
@@ -64,16 +66,17 @@ class Speculation:
         answers = writing if self._lookup else [answer for answer in writing if answer.constraint is not None]
         if not answers:
             return {}
+        least = max(self.costs.least_chance(len(writing)), LEAST_CHANCE)
         guessing = [self._guessing.get(answer.sequence) or self._begin(answer) for answer in answers]
-        chances = [
-            each.guess(min(answer.room - 1, MOST_GUESSES)) for each, answer in zip(guessing, answers, strict=True)
-        ]
-        unsure = [answer for answer, row in zip(answers, chances, strict=True) if sum(row) < SURE]
-        offered, seconds = self._ask_network(unsure, len(writing))
-        for number, (answer, each) in enumerate(zip(answers, guessing, strict=True)):
-            if answer.sequence in offered:
-                chances[number] = each.weigh(offered[answer.sequence], chances[number], answer.room - 1)
-        counts = share_rows(chances, len(writing), self.costs) if any(chances) else [0] * len(answers)
+        chances = [each.guess(answer.room - 1, least) for each, answer in zip(guessing, answers, strict=True)]
+        offered, seconds = self._ask_network(answers, chances, len(writing)) if self._network else ({}, 0.0)
+        if offered:
+            for number, (answer, each) in enumerate(zip(answers, guessing, strict=True)):
+                if answer.sequence in offered:
+                    chances[number] = each.weigh(offered[answer.sequence], chances[number], answer.room - 1, least)
+        elif not any(chances):
+            return {}
+        counts = share_rows(chances, len(writing), self.costs)
         if offered:
             taken = [
                 chance
@@ -100,17 +103,23 @@ class Speculation:
         self._hidden.pop(sequence, None)
 
     def forget_told(self) -> None:
-        """Guess by no answer that has ended."""
+        """Guess by no answer that has ended, nor by what became of guesses of its tokens."""
         self._told.clear()
+        for shares in self._shares.values():
+            shares.forget_tokens()
 
-    def _ask_network(self, answers: list[Answer], num_rows: int) -> tuple[dict[Sequence, Draft], float]:
-        """What the network guesses for those of `answers` that are free, in a step of `num_rows` without guesses, and
-        the seconds that this is known to take; nothing while it has not paid lately."""
+    def _ask_network(
+        self, answers: list[Answer], chances: list[list[float]], num_rows: int
+    ) -> tuple[dict[Sequence, Draft], float]:
+        """What the network guesses for those of `answers` that are free and unsure, in a step of `num_rows` without
+        guesses, and the seconds that this is known to take; nothing while it has not paid lately."""
+        free = [
+            answer.sequence
+            for answer, row in zip(answers, chances, strict=True)
+            if answer.constraint is None and sum(row) < SURE and answer.sequence in self._hidden
+        ]
         network = self._network
-        if network is None:
-            return {}, 0.0
-        free = [answer.sequence for answer in answers if answer.constraint is None and answer.sequence in self._hidden]
-        if not free or not self._worth.ask():
+        if network is None or not free or not self._worth.ask():
             return {}, 0.0
         once, alone = network.costs.of(len(free)), self.costs.of(num_rows)
         rows = self.costs.of(num_rows + len(free)) - alone
@@ -128,7 +137,7 @@ class Speculation:
         elif self._lookup:
             telling = Telling(self._told, token_ids, answer.sequence.num_prompt_tokens)
         made = self._guessing[answer.sequence] = _Guessing(
-            token_ids, drafter, telling, Acceptance(self._shares[answer.greedy])
+            token_ids, drafter, telling, Acceptance(self._shares[answer.greedy, answer.constraint is not None])
         )
         return made
 
@@ -152,34 +161,50 @@ class _Guessing:
     def __init__(self, token_ids: list[int], drafter: Drafter, telling: Telling | None, acceptance: Acceptance) -> None:
         self._token_ids, self._telling, self._acceptance = token_ids, telling, acceptance
         self._drafters = [drafter] if telling is None else [drafter, telling]
-        self._begin = len(token_ids)
-        self._made: list[Draft] = []
+        self._made: list[tuple[int, Draft]] = []  # and the place of its first token
+        self._num_idle = self._pause = 0
         self.draft: Draft = NO_DRAFT
 
-    def guess(self, most: int) -> list[float]:
-        """Learn from the last guesses, make new ones, and say how likely the first tokens of the best are to come."""
-        came = self._token_ids[self._begin : self._begin + MOST_GUESSES]
-        for draft in self._made:
-            self._acceptance.observe(draft, came)
-        self._begin = len(self._token_ids)
-        self._made = [drafter.draft(most) for drafter in self._drafters]
-        chances = [self._acceptance.chances(draft) for draft in self._made]
-        best = max(range(len(chances)), key=lambda i: sum(chances[i]))
-        self.draft = self._made[best]
-        return chances[best]
+    def guess(self, room: int, least: float) -> list[float]:
+        """Learn from the last guesses, make new ones, and say how likely the first tokens of the best are to come, as
+        far as that is not below `least`. An answer for which nothing was is asked less often.
+
+        Args:
+            room: guesses at most; there are MOST_GUESSES at most, too.
+        """
+        self.draft = NO_DRAFT
+        if self._pause:
+            self._pause -= 1
+            return []
+        token_ids, acceptance, most = self._token_ids, self._acceptance, min(room, MOST_GUESSES)
+        for begin, draft in self._made:
+            acceptance.observe(token_ids[begin - 1], draft, token_ids[begin : begin + MOST_GUESSES])
+        self._made = []
+        best, promised = list[float](), 0.0
+        for drafter in self._drafters:
+            draft = drafter.draft(most)
+            if not draft.token_ids:
+                continue
+            self._made.append((len(token_ids), draft))
+            chances = acceptance.chances(token_ids[-1], draft, least)
+            if chances and (tokens := sum(chances)) > promised:
+                best, promised, self.draft = chances, tokens, draft
+        self._num_idle = 0 if best or self._telling is None else self._num_idle + 1
+        self._pause = min(self._num_idle // IDLE_STEPS, MOST_PAUSE)
+        return best
 
     def end(self) -> None:
         """The answer has ended, and others may guess by it."""
         if self._telling is not None:
             self._telling.tell()
 
-    def weigh(self, offered: Draft, chances: list[float], most: int) -> list[float]:
+    def weigh(self, offered: Draft, chances: list[float], room: int, least: float) -> list[float]:
         """Take the guess that is `offered` in place of its own if that promises more tokens; the chances of the one
         that was taken."""
-        other = Draft(offered.token_ids[:most], offered.kinds[:most])
-        promised = self._acceptance.chances(other)
+        other = Draft(offered.token_ids[:room], offered.kinds[:room])
+        promised = self._acceptance.chances(self._token_ids[-1], other, least)
         if sum(promised) <= sum(chances):
             return chances
         self.draft = other
-        self._made = [*self._made, other]
+        self._made.append((len(self._token_ids), other))
         return promised

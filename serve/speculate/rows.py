@@ -3,8 +3,8 @@ cost."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 HURDLE = 1.03  # a step with guesses must promise so much more: the table and the chances are estimates
 
@@ -22,6 +22,15 @@ class StepCosts:
         self.seconds: list[float] = []
         for rows in reversed(self.rows):  # fewer rows never cost more: where they seem to, something held them up
             self.seconds.insert(0, max(min([seconds[rows], *self.seconds[:1]]), 1e-9))
+        self._seconds = [self.seconds[0]] * self.rows[0]  # of 0, 1, 2 … rows
+        for (low, high), (fast, slow) in zip(pairwise(self.rows), pairwise(self.seconds), strict=True):
+            self._further = (slow - fast) / (high - low)
+            self._seconds += [fast + self._further * (rows - low) for rows in range(low, high)]
+        self._seconds.append(self.seconds[-1])
+        least, self._least = float("inf"), [0.0] * len(self._seconds)
+        for rows in reversed(range(self.rows[0], self.most_rows)):
+            least = min(least, self._seconds[rows + 1] - self._seconds[rows])
+            self._least[rows] = HURDLE * rows / self._seconds[rows] * least
 
     @property
     def most_rows(self) -> int:
@@ -29,9 +38,14 @@ class StepCosts:
 
     def of(self, rows: int) -> float:
         """Seconds; beyond the largest step that was measured the last line goes on."""
-        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
-        (low, high), (fast, slow) = self.rows[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
-        return max(fast + (slow - fast) * (rows - low) / (high - low), self.seconds[0])
+        if rows <= self.most_rows:
+            return self._seconds[rows]
+        return self.seconds[-1] + self._further * (rows - self.most_rows)
+
+    def least_chance(self, num_rows: int) -> float:
+        """A guess that is less likely does not pay in a step that has `num_rows` without guesses: its row costs more,
+        however many others there are."""
+        return self._least[num_rows] if num_rows < self.most_rows else 1.0
 
 
 USUAL_COSTS = StepCosts({1: 6.0, 64: 69.0})
@@ -46,6 +60,7 @@ def share_rows(chances: Sequence[Sequence[float]], num_rows: int, costs: StepCos
         chances: of each answer, that its first guesses all come true; they fall.
         num_rows: of the step without guesses, one at least.
     """
+    counts = [0] * len(chances)
     guesses = sorted(((-chance, i) for i, row in enumerate(chances) for chance in row))
     tokens, best, taken = float(num_rows), HURDLE * num_rows / costs.of(num_rows), 0
     most = min(len(guesses), max(costs.most_rows - num_rows, 0))
@@ -54,7 +69,6 @@ def share_rows(chances: Sequence[Sequence[float]], num_rows: int, costs: StepCos
         rate = tokens / costs.of(num_rows + count)
         if rate > best:
             best, taken = rate, count
-    counts = [0] * len(chances)
     for _, i in guesses[:taken]:
         counts[i] += 1
     return counts

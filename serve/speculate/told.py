@@ -7,7 +7,7 @@ another answer is ever given out: a guess is what the model itself would choose,
 
 from __future__ import annotations
 
-from penjing.serve.speculate.drafter import LONGEST_MATCH, NO_DRAFT, OF_OTHERS, Draft
+from penjing.serve.speculate.drafter import LONGEST_MATCH, NO_DRAFT, OF_OTHERS, Draft, kinds_behind
 from penjing.serve.speculate.lookup import Places
 
 MOST_TOKENS = 1 << 15  # of one list; both take some 15 MB
@@ -32,20 +32,22 @@ class Told:
         if len(self._lists[0].token_ids) > MOST_TOKENS:
             self._lists = [Places([]), self._lists[0]]
         self._lists[0].token_ids.extend((*token_ids, APART))
+        self._lists[0].note()
 
     def draft(self, asked: list[int], most: int) -> Draft:
         """What followed the longest match of the last tokens of `asked`."""
-        length, place, told = 0, 0, self._lists[0].token_ids
-        for places in self._lists:
-            found, at = places.find(asked)
-            if found > length:
-                length, place, told = found, at, places.token_ids
-        if not length:
+        younger, older = self._lists
+        told, (length, place, others) = younger.token_ids, younger.find(asked)
+        if length < LONGEST_MATCH and older.token_ids:
+            found = older.find(asked)
+            if found[0] > length:
+                told, (length, place, others) = older.token_ids, found
+        if most < 1 or not length:
             return NO_DRAFT
         guessed = told[place : place + most]
         if APART in guessed:
             guessed = guessed[: guessed.index(APART)]
-        return Draft(guessed, [OF_OTHERS + min(length + i, LONGEST_MATCH) for i in range(len(guessed))])
+        return Draft(guessed, kinds_behind(length, others, len(guessed), OF_OTHERS))
 
 
 class Telling:
@@ -63,7 +65,7 @@ class Telling:
     def draft(self, most: int) -> Draft:
         if len(self._token_ids) - self._begin >= PIECE:
             self.tell()
-        return self._told.draft(self._token_ids, most) if most > 0 else NO_DRAFT
+        return self._told.draft(self._token_ids, most)
 
     def tell(self) -> None:
         """What has not been told."""

@@ -20,6 +20,7 @@ from penjing.serve.runner.costs import measure_costs
 from penjing.serve.sampling.constraint import Constraint
 from penjing.serve.sampling.params import SamplingParams
 from penjing.serve.speculate.drafter import FORCED, Draft
+from penjing.serve.speculate.rows import StepCosts
 from penjing.serve.speculate.told import PIECE
 from tests.serve.tiny import (
     CONVOLUTIONS,
@@ -46,6 +47,7 @@ KEY_BLOCKS: dict[str, Any] = {
 
 
 PLAIN = dict(DEFAULTS)
+CHEAP = StepCosts({1: 1.01, 64: 1.64})
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +166,8 @@ def test_random_schedules_give_what_they_give_without_guesses(
         max_num_batched_tokens=random.choice([8, 24, 64]),
         enable_prefix_caching=random.choice([True, True, False]),
     )
+    assert engine.speculation is not None
+    engine.speculation.costs = CHEAP
     for _ in range(2):  # the second time prefixes are found
         assert answers_of(engine, requests) == expected
     stats = engine.stats()
@@ -173,7 +177,7 @@ def test_random_schedules_give_what_they_give_without_guesses(
 def test_lookup_checks_several_tokens_a_step_where_the_answer_repeats_itself(loaded: LoadedModel) -> None:
     plain, engine = tiny_engine(loaded), tiny_engine(loaded, speculate="lookup")
     assert engine.speculation is not None
-    engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+    engine.speculation.costs = CHEAP
     params = {
         "temperature": 0.0,
         "max_tokens": 120,
@@ -204,7 +208,7 @@ def test_forced_tokens_of_a_form_are_checked_in_one_step(speculate: str) -> None
     plain, engine = tiny_engine(loaded, speculate="off"), tiny_engine(loaded, speculate=speculate)
     assert engine.speculation is not None
     if speculate == "lookup":
-        engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+        engine.speculation.costs = CHEAP
     for choice in ({"temperature": 0.0}, {"seed": 3}, {"seed": 4, "n": 2, "logprobs": 2}):
         sampling = SamplingParams.from_json(params | choice)
         expected, found = (answers_of(each, [Request("r", [1, 2], sampling)]) for each in (plain, engine))
@@ -234,7 +238,10 @@ def always_guessing(monkeypatch: pytest.MonkeyPatch, guessed: list[int], **setti
 
     monkeypatch.setattr(speculation, "share_rows", all_rows)
     monkeypatch.setitem(speculation.DRAFTERS, "lookup", Same)
-    return tiny_engine(speculate="lookup", **settings)
+    engine = tiny_engine(speculate="lookup", **settings)
+    assert engine.speculation is not None
+    engine.speculation.costs = CHEAP
+    return engine
 
 
 def test_guesses_neither_preempt_anyone_nor_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +366,7 @@ def test_costs_are_those_of_usual_turns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_answer_that_another_has_given_comes_in_fewer_steps() -> None:
     engine = tiny_engine(speculate="lookup")
     assert engine.speculation is not None
-    engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+    engine.speculation.costs = CHEAP
 
     def asked(name: str) -> tuple[int, list[int]]:
         before = engine.stats().num_steps

@@ -25,6 +25,7 @@ from penjing.serve.runner.device import resolve_device
 from penjing.serve.runner.device_runner import DeviceRunner, _scores
 from penjing.serve.sampling.choice import NOT_FINITE, choose_rows
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.speculate.rows import StepCosts
 from tests.kernels.cpu import needs_extension
 from tests.kernels.gpu.conftest import repair_interpreter
 from tests.serve.tiny import CONVOLUTIONS, ids_of, run_all, tiny_engine, tiny_int4_model, tiny_model
@@ -349,7 +350,7 @@ def test_guessed_tokens_change_nothing(four: bool) -> None:
     expected = answers(device_engine(loaded), [prompt], **params)
     engine = device_engine(loaded, speculate="lookup")
     assert engine.speculation is not None
-    engine.speculation.costs.seconds[:] = [1.0 + 0.01 * rows for rows in engine.speculation.costs.rows]
+    engine.speculation.costs = StepCosts({1: 1.01, 64: 1.64})
     assert answers(engine, [prompt], **params) == expected
     stats = engine.stats()
     assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens

@@ -8,10 +8,20 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penjing.serve.speculate.drafter import FORCED, LONGEST_MATCH, NO_DRAFT, OF_OTHERS, Draft
+from penjing.serve.speculate.drafter import (
+    AGREED,
+    DIFFERED,
+    FORCED,
+    LONGEST_MATCH,
+    NO_DRAFT,
+    OF_OTHERS,
+    Draft,
+    kinds_behind,
+)
 from penjing.serve.speculate.forced import ForcedDrafter
-from penjing.serve.speculate.lookup import MOST_PLACES, LookupDrafter
-from penjing.serve.speculate.told import MOST_TOKENS, PIECE, Telling, Told
+from penjing.serve.speculate.lookup import LookupDrafter
+from penjing.serve.speculate.told import APART, MOST_TOKENS, PIECE, Telling, Told
+from tests.serve.speculate.searched import find_by_search
 
 
 def test_what_followed_the_same_tokens_before_is_guessed() -> None:
@@ -20,17 +30,30 @@ def test_what_followed_the_same_tokens_before_is_guessed() -> None:
 
 def test_the_longest_match_is_taken_and_of_equals_the_latest() -> None:
     assert LookupDrafter([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]).draft(1) == Draft([9], [3])
-    assert LookupDrafter([1, 2, 7, 1, 2, 8, 1, 2]).draft(1) == Draft([8], [2])
+    assert LookupDrafter([1, 2, 7, 1, 2, 8, 1, 2]).draft(1) == Draft([8], [DIFFERED + 1])
 
 
 def test_where_no_pair_comes_back_a_single_token_tells_what_may_follow() -> None:
-    assert LookupDrafter([4, 9, 4, 8, 7, 6, 4]).draft(3) == Draft([8, 7, 6], [1, 2, 3])
+    assert LookupDrafter([4, 8, 7, 6, 4]).draft(3) == Draft([8, 7, 6], [1, 2, 3])
     assert LookupDrafter([1, 1]).draft(2) == Draft([1, 1], [1, 2])
+
+
+def test_a_kind_tells_whether_other_matches_of_that_length_were_followed_by_the_same() -> None:
+    assert LookupDrafter([4, 9, 4, 8, 7, 6, 4]).draft(3) == Draft([8, 7, 6], [DIFFERED, 2, 3])
+    assert LookupDrafter([4, 8, 1, 4, 8, 7, 6, 4]).draft(2) == Draft([8, 7], [AGREED, 2])
+    assert LookupDrafter([1, 2, 7, 0, 1, 2, 7, 9, 1, 2]).draft(2) == Draft([7, 9], [AGREED + 1, 3])
+    assert LookupDrafter([5, 1, 2, 8, 1, 2, 7, 5, 1, 2]).draft(1) == Draft([8], [3]), "the other match is shorter"
+    told = Told()
+    told.add([4, 8, 1, 4, 8, 7])
+    told.add([1, 2, 7, 0, 1, 2, 6])
+    assert told.draft([4], 2) == Draft([8, 7], [OF_OTHERS + AGREED, OF_OTHERS + 2])
+    assert told.draft([1, 2], 1) == Draft([6], [OF_OTHERS + DIFFERED + 1])
 
 
 def test_an_answer_that_repeats_itself_is_guessed_to_go_on() -> None:
     assert LookupDrafter([1, 4, 5, 4, 5]).draft(5).token_ids == [4, 5, 4, 5, 4]
-    assert LookupDrafter([3] * 20).draft(4) == Draft([3] * 4, [LONGEST_MATCH] * 4)
+    assert LookupDrafter([3] * 20).draft(4) == Draft([3] * 4, [AGREED + 1, *[LONGEST_MATCH] * 3])
+    assert LookupDrafter([7, 4, 5, 6, 4, 5, 6]).draft(8).token_ids == [4, 5, 6, 4, 5, 6, 4, 5]
 
 
 def test_nothing_is_guessed_where_nothing_comes_back_or_nothing_is_wanted() -> None:
@@ -51,22 +74,13 @@ def test_a_list_that_grows_is_guessed_as_one_that_is_given_whole(ids: list[int],
 
 def by_search(ids: list[int], most: int) -> Draft:
     """The definition, without an index."""
-    places = [place for place in range(2, len(ids)) if ids[place - 2 : place] == ids[-2:]][-MOST_PLACES:]
-    best: tuple[int, int] | None = None
-    for place in places:
-        length = 2
-        while length < min(place, LONGEST_MATCH) and ids[place - length - 1] == ids[-length - 1]:
-            length += 1
-        if best is None or length >= best[0]:
-            best = length, place
-    single = [place for place in range(1, len(ids)) if ids[place - 1] == ids[-1]]
-    if best is None and not single:
+    length, place, others = find_by_search(ids, ids)
+    if not length:
         return NO_DRAFT
-    best = best or (1, single[-1])
     ids = list(ids)
     for i in range(most):
-        ids.append(ids[best[1] + i])
-    return Draft(ids[-most:], [min(best[0] + i, LONGEST_MATCH) for i in range(most)])
+        ids.append(ids[place + i])
+    return Draft(ids[-most:], kinds_behind(length, others, most))
 
 
 def test_a_long_prompt_of_one_token_costs_little() -> None:
@@ -165,20 +179,14 @@ def test_an_answer_tells_in_pieces_and_each_token_once() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=12), st.lists(st.integers(0, 3), min_size=1)
 )
-def test_a_guess_by_others_is_what_followed_somewhere(answers: list[list[int]], asked: list[int]) -> None:
-    told = Told()
+def test_what_others_told_is_found_as_by_search(answers: list[list[int]], asked: list[int]) -> None:
+    told, ids = Told(), list[int]()
     for answer in answers:
         told.add(answer)
-        told.draft(asked, 1)  # what is noted at once and what later is the same
-    guessed, kinds = told.draft(asked, 5)
-    length = kinds[0] - OF_OTHERS if kinds else 0
-    text = [",".join(map(str, ["", *answer, ""])) for answer in answers]
-    assert all(kind > OF_OTHERS for kind in kinds)
-    if guessed:
-        seen = ",".join(map(str, ["", *asked[-length:], *guessed, ""]))
-        assert any(seen in one for one in text)
-        assert not any(
-            f",{','.join(map(str, asked[-length - 1 :]))},{t}," in one for one in text for t in range(4)
-        ) or (length in (LONGEST_MATCH, len(asked)))
-    else:
-        assert not any(f",{asked[-1]},{t}," in one for one in text for t in range(4))
+        ids += [*answer, APART]
+        told.draft(asked, 1)
+    length, place, others = find_by_search(ids, asked)
+    guessed = ids[place : ids.index(APART, place)][:5] if length else []
+    assert told.draft(asked, 5) == (
+        Draft(guessed, kinds_behind(length, others, len(guessed), OF_OTHERS)) if length else NO_DRAFT
+    )
