@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penjing.core.text.tool_words import CALL_BEGIN, CALL_END
 from penjing.serve.sampling.formats import with_readable_times
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 48  # of nested lists and objects; the library's own reader stops at 128
 MAX_NODES = 10_000
 MAX_CHOICES = 1000
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 _OPTIONS = "x-guidance"
 MARKS = (CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END)  # some are control tokens of some tokenizers
