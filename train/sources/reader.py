@@ -46,7 +46,13 @@ def form_of(config: GraphConfig, folder: Path | None = None) -> Form:
 
     Args:
         folder: where its tokenizer lies, if it has one.
+
+    Raises:
+        InputError: it takes numbers that no samples hold.
     """
+    for spec in config.inputs:
+        if spec.dtype == "bfloat16":
+            raise InputError(f"no samples hold bfloat16, which {spec} takes: import the network with --dtype float32")
     first = config.outputs[0]
     last = first.shape[-1] if len(first.shape) == 2 and first.dtype.startswith(("float", "bfloat")) else 0
     known = config.meaning in ("classes", "tensors") and isinstance(last, int)
@@ -208,7 +214,7 @@ class Reader:
         fits = values.ndim == len(spec.shape) and all(
             isinstance(size, str) or size == given for size, given in zip(wanted, values.shape[1:], strict=False)
         )
-        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+        dtype = np.dtype(spec.dtype)
         if not fits or values.dtype.kind not in {"f": "f", "b": "b"}.get(dtype.kind, "iu"):
             raise InputError(
                 f"{self.source.where} gives {values.dtype}{list(values.shape)} for {spec}; give what the network takes"

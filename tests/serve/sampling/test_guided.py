@@ -313,12 +313,11 @@ def test_a_schemas_own_options_hold_behind_a_thought_too() -> None:
 @pytest.mark.parametrize("function", [{"name": "now"}, {"name": "now", "parameters": None}])
 def test_a_function_without_parameters_takes_none(function: dict[str, Any]) -> None:
     tokenizer = byte_tokenizer(())
-    constraints = Constraints(tokenizer, tokenizer.backend.get_vocab_size())
-    tools = {"tools": [{"type": "function", "function": function}], "choice": "required"}
+    value = {"tools": [{"type": "function", "function": function}], "choice": "required"}
     for arguments, taken in (("{}", True), ('{"a": 1}', False)):
         ids = tokenizer.encode(f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>')
-        allowed = constraints.make(Guided.model_validate({"kind": "tools", "value": tools})).num_allowed(ids)
-        assert (allowed == len(ids)) is taken, arguments
+        constraint = Constraints(tokenizer, 258).make(Guided(kind="tools", value=value))
+        assert (constraint.num_allowed(ids) == len(ids)) is taken, arguments
 
 
 def test_what_no_text_can_be_ends_that_answer_alone(engine: LLMEngine) -> None:
