@@ -175,6 +175,13 @@ def test_the_help_of_options_shows_no_types_of_python():
             assert parameter.param_type_name == "argument" or "list[" not in shown, (path, parameter.name)
 
 
+def test_what_a_terminal_of_another_encoding_cannot_show_is_written_in_escapes():
+    script = "import sys; from penjing.core import cli; cli._run = lambda _: print('tree \\U0001f333'); cli.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "iso-8859-1"}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "tree \\U0001f333\n", "")
+
+
 @pytest.mark.parametrize(
     "command", ["serve {}", "report {}", "import {} out", "train {}", "compress recipe --set model={}"]
 )

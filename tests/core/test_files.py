@@ -202,6 +202,19 @@ def test_a_file_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_link_leads_to_where_the_folder_is_made(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for target in ("absent", "empty"):
+        link = tmp_path / f"to-{target}"
+        link.symlink_to(target)
+        for content in ("1", "2"):
+            with publish_folder(link, replace=content == "2", marker="a") as partial:
+                (partial / "a").write_text(content)
+            assert link.is_symlink()
+            assert (tmp_path / target / "a").read_text() == content
+    assert names(tmp_path) == ["absent", "empty", "to-absent", "to-empty"]
+
+
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_file(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
