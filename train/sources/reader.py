@@ -19,6 +19,7 @@ from penjing.core.text.network_inputs import Texts, texts_of
 from penjing.train.sources.decoders import decoded
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, Values
+from penjing.train.sources.tensors import with_last_as_labels
 
 NO_CLASS = -1
 _UNNAMED = "arr_0"  # what numpy.savez calls an array that nobody named
@@ -80,6 +81,7 @@ class Reader:
     def __post_init__(self) -> None:
         if not len(self.indices):
             raise InputError(f"{self.source.where} has no sample for this; give more, or another data.held_out")
+        self.source = with_last_as_labels(self.source, len(self.form.inputs), self.settings.labels)
         if self.source.labels is not None:
             self.targets = targets_of(self.source, self.form)[self.indices]
 
