@@ -1,4 +1,4 @@
-"""Tensors by the names of a network's inputs: .npz and .safetensors files, and what a user's function yields."""
+"""Tensors by the names of a network's inputs: .npz, .npy and .safetensors files, and what a user's function yields."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from penjing.core.progress import volume
 from penjing.train.sources.source import Label, Source, content_digest
 
 LABELS = ("labels", "label")
+_UNNAMED = "0"  # the first tensor, by its place
 _MOST = 1 << 20  # samples of a function, which are held in memory
 _kept: ContextVar[dict[tuple[str, bool], Source] | None] = ContextVar("sources_kept", default=None)
 _BROKEN = (
@@ -44,13 +45,17 @@ _BROKEN = (
 
 
 def read_arrays(path: Path, labels: bool) -> Source:
-    """The rows of the tensors in a .npz or .safetensors file; one called "labels" holds the classes.
+    """The rows of the tensors in a .npz or .safetensors file; one called "labels" holds the classes. A .npy file holds
+    one tensor without a name.
 
     Raises:
         InputError: damaged, pickled, empty, or with other counts of rows.
     """
     try:
-        if path.suffix.lower() == ".npz":
+        if path.suffix.lower() == ".npy":
+            with open(path, "rb") as opened:
+                arrays = {_UNNAMED: np.load(opened, allow_pickle=False)}
+        elif path.suffix.lower() == ".npz":
             with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         else:
@@ -148,7 +153,7 @@ def _batch(item: Any, spec: str) -> dict[str, NDArray[Any]]:
     elif isinstance(inputs, list | tuple):
         found = {f"{place}": _numpy(value) for place, value in enumerate(inputs)}
     else:
-        found = {"0": _numpy(inputs)}
+        found = {_UNNAMED: _numpy(inputs)}
     if labels is not None:
         found["labels"] = _numpy(labels)
     lengths = {len(value) if value.ndim else -1 for value in found.values()}
