@@ -172,19 +172,24 @@ def check_replaceable(final: Path, replace: bool, marker: str) -> None:
 
     Raises:
         InputError: `final` exists and may not be replaced, or its path leads through a file.
+        SetupError: nothing may be written there.
     """
     if file := next((parent for parent in final.parents if parent.is_file()), None):
         raise InputError(f"{file} is a file, so {final} cannot lie in it; choose another output folder")
-    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
-        return
-    if not final.is_dir():
+    if final.exists() and not final.is_dir():
         raise InputError(f"{final} is a file; choose another output folder")
-    if not replace:
-        raise InputError(f"{final} already exists; replace it with --force, or choose another output folder")
-    if not (final / marker).exists():
-        raise InputError(
-            f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
-        )
+    if final.exists() and any(final.iterdir()):
+        if not replace:
+            raise InputError(f"{final} already exists; replace it with --force, or choose another output folder")
+        if not (final / marker).exists():
+            raise InputError(
+                f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
+            )
+    with writing(final):
+        near = next(parent for parent in final.parents if parent.exists())
+        if not os.access(near, os.W_OK | os.X_OK):
+            read_only = os.statvfs(near).f_flag & os.ST_RDONLY
+            raise OSError(errno.EROFS if read_only else errno.EACCES, "no folder can be made", str(near))
 
 
 def _make_partial(final: Path) -> tuple[Path, int]:
