@@ -185,11 +185,20 @@ def check_replaceable(final: Path, replace: bool, marker: str) -> None:
             raise InputError(
                 f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
             )
-    with writing(final):
-        near = next(parent for parent in final.parents if parent.exists())
+    check_writable(final)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse the absolute `path` where the nearest folder that exists takes nothing, before there is anything to write.
+
+    Raises:
+        SetupError: no permission, or a disk that is read-only.
+    """
+    with writing(path):
+        near = next(parent for parent in path.parents if parent.exists())
         if not os.access(near, os.W_OK | os.X_OK):
             read_only = os.statvfs(near).f_flag & os.ST_RDONLY
-            raise OSError(errno.EROFS if read_only else errno.EACCES, "no folder can be made", str(near))
+            raise OSError(errno.EROFS if read_only else errno.EACCES, "nothing can be made", str(near))
 
 
 def _make_partial(final: Path) -> tuple[Path, int]:
