@@ -304,7 +304,7 @@ def export(
     to: Annotated[
         Literal["onnx", "tensorrt", "compressed-tensors", "compressed-tensors-weights", "gguf", "model-repository"],
         typer.Option(
-            help="onnx: of a classifier a file, of a decoder a folder; tensorrt: engine of a classifier; "
+            help="onnx: of a classifier or a graph a file, of a decoder a folder; tensorrt: engine of a classifier; "
             "compressed-tensors: of a decoder, for vLLM and transformers; compressed-tensors-weights: the same with "
             "activations in floating point (W4A16, W8A16); gguf: Q8_0, Q4_0, Q4_1 or Q4_K of a decoder; "
             "model-repository: a folder for `tritonserver`."
@@ -336,6 +336,7 @@ def export(
 
     - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx`
     - `penjing export build/resnet-fashion-int8 resnet.onnx --to onnx --target tensorrt # for trtexec`
+    - `penjing export build/net net.onnx --to onnx # any network, also in floating point`
     - `penjing export build/smollm2-int8 build/smollm2-onnx --to onnx # for ONNX Runtime, with keys and values`
     - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors # for vLLM, transformers`
     - `penjing export build/smollm2-int8 build/smollm2-w8a16 --to compressed-tensors-weights`

@@ -7,7 +7,6 @@ from pathlib import Path
 from penjing.compress.export.record import ExportRecord, Form
 from penjing.compress.families.base import Exporter, family_at
 from penjing.compress.quantize.targets import TargetName
-from penjing.core.artifact.base import is_artifact
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Progress, megabytes
 
@@ -34,11 +33,6 @@ def export_artifact(
     if form not in exporter.forms:
         known = ", ".join(exporter.forms)
         raise InputError(f"{folder} is {family.said}, which is not written as {form}; {known} or model-repository is")
-    if family.name == "graph" and not is_artifact(folder):
-        raise InputError(
-            f"{folder} is a graph in floating point, and artifacts are exported: 'penjing compress quantize' makes "
-            f"one; from Python, penjing.Network.load({str(folder)!r}).export({str(out)!r}) writes the graph as it is"
-        )
     if target is not None and form != "onnx":
         raise ConfigError(f"--target is for '--to onnx'; {form} has one form")
     if out.absolute().is_relative_to(folder.absolute()):

@@ -29,11 +29,13 @@ from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.manifest import MANIFEST_NAME, read_manifest, verify, write_manifest
 from penjing.core.progress import Progress, Silent, typed
 from penjing.core.work import WorkFolder, already_made, link_or_copy
+from penjing.train.sources.tensors import calling_once
 
 STEPS_FOLDER = "steps"  # of a result: what each step recorded
 DECISIONS_FILE = "decisions.jsonl"  # in the work folder: what a run that was stopped had decided
 
 
+@calling_once()
 def run_recipe(
     source: Path | dict[str, Any],
     overrides: list[str] | None = None,

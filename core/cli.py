@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -164,6 +165,9 @@ def write_repository(
 
 def main() -> None:
     """Run the command line: a user's error is one line and an exit code, a traceback only with `--debug`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a model writes what a terminal of another encoding cannot show
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(_run(sys.argv[1:]))
 
 

@@ -17,7 +17,23 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing output
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe.")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+def _refuse_unwritable(file: Path | None) -> Path | None:
+    """`file` if it may be written: the result that it is for can take minutes."""
+    from penjing.core.errors import InputError
+    from penjing.core.files import check_writable
+
+    if file is not None and file.is_dir():
+        raise InputError(f"--json {file}: it is a folder; give the name of the file to write")
+    if file is not None:
+        check_writable(file.absolute())
+    return file
+
+
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Also write the result to this file.", callback=_refuse_unwritable)
+]
 
 
 def model_folder(help_: str) -> Any:

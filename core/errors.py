@@ -12,6 +12,10 @@ PenjingError
 """
 
 import json
+import re
+
+_CODE = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\([^()]*\)(?: const)? ")
 
 
 class PenjingError(Exception):
@@ -59,6 +63,12 @@ class UnavailableError(ServerError):
 def first_line(error: BaseException) -> str:
     """What a library's exception says first, and what it is called where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def runtime_says(error: BaseException) -> str:
+    """What ONNX Runtime says is wrong: without its number, and without the place and signature in its own code, which
+    are longer than that."""
+    return _PLACE.sub(" ", _CODE.sub("", first_line(error)))[:300]
 
 
 def no_json(error: BaseException) -> str:

@@ -56,13 +56,19 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         missing = error.errno == errno.ENOENT  # a file that is read may be missing too: that is another matter
-        if error.errno not in _NEXT_STEP or (missing and not path.absolute().is_relative_to(str(error.filename))):
+        if error.errno not in _NEXT_STEP or (missing and not _leads_to(str(error.filename), path.absolute())):
             raise
         reason = _NEXT_STEP[error.errno]
         if isinstance(error, NoRoomError):
             room = f"{volume(error.needed)} are needed and {volume(error.free)} are free"
             reason = f"the disk is full, {room}; free some space and run again"
         raise SetupError(f"cannot write {path}: {reason}") from error
+
+
+def _leads_to(name: str, path: Path) -> bool:
+    """Whether `name` is on the way to `path`, or is what is written beside it until that is complete."""
+    partial = str(path.with_name(f".{path.name}.partial-"))
+    return path.is_relative_to(name) or str(Path(name).absolute()).startswith(partial)
 
 
 @contextmanager
@@ -72,7 +78,8 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
     Every file is flushed to disk before the rename, and siblings left by killed processes are removed at the start.
 
     Args:
-        final: folder to appear; it must not exist (an empty folder counts as absent) unless `replace`.
+        final: folder to appear; it must not exist (an empty folder counts as absent) unless `replace`. Of a symbolic
+            link it is the place that the link names.
         replace: swap an existing `final` for the new one and delete the old one after.
         marker: a file that the existing folder must hold to be replaced, so that a mistyped path costs no data.
 
@@ -80,7 +87,7 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
         InputError: `final` exists and may not be replaced, or its path leads through a file.
         SetupError: disk full, no permission.
     """
-    final = final.absolute()
+    final = Path(os.path.realpath(final)) if final.is_symlink() else final.absolute()
     check_replaceable(final, replace, marker)
     with writing(final):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -165,19 +172,33 @@ def check_replaceable(final: Path, replace: bool, marker: str) -> None:
 
     Raises:
         InputError: `final` exists and may not be replaced, or its path leads through a file.
+        SetupError: nothing may be written there.
     """
     if file := next((parent for parent in final.parents if parent.is_file()), None):
         raise InputError(f"{file} is a file, so {final} cannot lie in it; choose another output folder")
-    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
-        return
-    if not final.is_dir():
+    if final.exists() and not final.is_dir():
         raise InputError(f"{final} is a file; choose another output folder")
-    if not replace:
-        raise InputError(f"{final} already exists; replace it with --force, or choose another output folder")
-    if not (final / marker).exists():
-        raise InputError(
-            f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
-        )
+    if final.exists() and any(final.iterdir()):
+        if not replace:
+            raise InputError(f"{final} already exists; replace it with --force, or choose another output folder")
+        if not (final / marker).exists():
+            raise InputError(
+                f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
+            )
+    check_writable(final)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse the absolute `path` where the nearest folder that exists takes nothing, before there is anything to write.
+
+    Raises:
+        SetupError: no permission, or a disk that is read-only.
+    """
+    with writing(path):
+        near = next(parent for parent in path.parents if parent.exists())
+        if not os.access(near, os.W_OK | os.X_OK):
+            read_only = os.statvfs(near).f_flag & os.ST_RDONLY
+            raise OSError(errno.EROFS if read_only else errno.EACCES, "nothing can be made", str(near))
 
 
 def _make_partial(final: Path) -> tuple[Path, int]:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx, nn
 
 from penjing.compress.distill.graph import TRAINING
-from penjing.compress.export.as_made import AsMade
+from penjing.compress.export.as_made import AsMade, write_floating
+from penjing.compress.export.record import ExportRecord, Form
 from penjing.compress.families.base import Exporter, Family, Pruner, Quantizer, refuse_artifact
 from penjing.compress.measure.evaluate import EvaluateSettings, images_judged
 from penjing.compress.measure.graph import evaluate_graph, graph_calls
@@ -17,9 +18,11 @@ from penjing.compress.measure.skeleton import skeleton_of_graph
 from penjing.compress.parity.graph import GraphParity
 from penjing.compress.prune_graph.statistics import refresh_graph
 from penjing.compress.prune_graph.subject import GraphSubject
+from penjing.compress.quantize.targets import TargetName
 from penjing.compress.quantizers import graph as quantizer
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.samples.graph import graph_samples
+from penjing.core.artifact.base import is_artifact
 from penjing.core.checkpoint.graph import graph_skeleton, load_network
 from penjing.core.family import FAMILIES
 from penjing.core.graph.network import Network
@@ -53,6 +56,14 @@ def _refresh(folder: Path, data: DataSettings, progress: Progress) -> dict[str, 
     return refresh_graph(folder, graph_samples(folder, data, progress), progress)
 
 
+def _export(
+    folder: Path, form: Form, out: Path, target: TargetName | None, force: bool, progress: Progress
+) -> ExportRecord:
+    if is_artifact(folder):
+        return AsMade(GraphParity)(folder, form, out, target, force, progress)
+    return write_floating(folder, out, target, progress)
+
+
 FAMILY = Family(
     name="graph",
     said=FAMILIES["graph"],
@@ -67,6 +78,6 @@ FAMILY = Family(
     training=TRAINING,
     quantizer=Quantizer(quantizer.GraphQuantize, quantizer.check, quantizer.quantize),
     rerun=GraphParity.rerun,
-    exporter=Exporter(("onnx",), (), AsMade(GraphParity)),
+    exporter=Exporter(("onnx",), (), _export),
     as_graph=_as_graph,
 )

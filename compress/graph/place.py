@@ -125,7 +125,13 @@ class _Placement:
         for pattern in settings.keep:
             if not any(_matches(name, pattern) for name in names):
                 raise ConfigError(f"quantize.keep: {pattern!r} matches no layer; there are {', '.join(names)}")
+        kinds = {str(self._weight(node).dtype).removeprefix("torch.") for node in self.products}
         self.products = [node for node in self.products if self._wanted(node)]
+        if not self.products and kinds and "float32" not in kinds:
+            raise InputError(
+                f"the layers of the network are {', '.join(sorted(kinds))}, and integers are made of float32: import "
+                "it again with --dtype float32"
+            )
         if not self.products:
             raise InputError(
                 "the network has no convolution or linear layer with constant weights that can be quantized; "
@@ -156,8 +162,11 @@ class _Placement:
         assert isinstance(weight, Node)
         return layer_name(node, weight)
 
+    def _weight(self, node: Node) -> Tensor:
+        return tensor_at(self.network.module, str(node.args[1].target))  # type: ignore[union-attr]
+
     def _wanted(self, node: Node) -> bool:
-        weight = tensor_at(self.network.module, str(node.args[1].target))  # type: ignore[union-attr]
+        weight = self._weight(node)
         small = min(weight.shape[0], weight[0].numel()) < self.target.smallest_product
         kept = any(_matches(self._name(node), pattern) for pattern in self.settings.keep)
         return not (small or kept) and weight.dtype == torch.float32

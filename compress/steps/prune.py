@@ -303,11 +303,11 @@ def _choose(
     progress.start("analysing the network", 1)
     graph = dependency_graph(subject.model, subject.example, protect=step.protect)
     if graph.reasons:
-        first, *others = graph.reasons
-        more = f", and {len(others)} more" if others else ""
-        progress.note(f"what flows through {first}{more} stays whole: there is no rule for it")
+        more = f", and {others} more" if (others := len(graph.reasons) - 1) else ""
+        progress.note(f"what flows through {next(iter(graph.reasons))}{more} stays whole: there is no rule for it")
     if not graph.groups:
-        raise InputError(f"{subject.folder}: nothing is left to prune; protect less (protect={list(step.protect)})")
+        less = f"protect less (protect={list(step.protect)})" if step.protect else "leave the prune step out"
+        raise InputError(f"{subject.folder}: nothing is left to prune, since no width of it can leave; {less}")
     parts = subject.parts(graph.groups)
     if "ffn" in parts and step.method in ("l1", "l2"):
         progress.note(

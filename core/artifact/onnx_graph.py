@@ -66,7 +66,7 @@ def open_graph_session(
         if spec.dtype == "bfloat16":
             raise InputError(
                 f"{spec} cannot be given to ONNX Runtime from Python, which has no bfloat16; import the network with "
-                "float32 there"
+                "--dtype float32"
             )
     names = [spec.name for spec in config.inputs], [spec.name for spec in config.outputs]
     return open_graph(path, entries, threads=threads, optimise=optimise, names=names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from penjing.core.errors import InputError, first_line
-from penjing.core.graph.network import Network
+from penjing.core.graph.config import TensorSpec
+from penjing.core.graph.network import Network, propagate
 
 CLOSE = 1e-5
 """How far an answer may be from the original's, as a share of the output's largest value."""
@@ -55,14 +57,7 @@ def widened(network: Network, dtype: torch.dtype) -> Callable[[Sequence[Tensor]]
     Raises, when called:
         InputError: an operator does not run so.
     """
-    copied = network.copy()
-    module = copied.module
-    for owner in module.modules():
-        owner._apply(lambda value: wider(value, dtype), recurse=False)
-    for node in module.graph.nodes:
-        node.args = map_aggregate(node.args, lambda value: wider(value, dtype))
-        node.kwargs = map_aggregate(node.kwargs, lambda value: wider(value, dtype))
-    module.recompile()
+    copied = _converted(network, lambda value: wider(value, dtype))
 
     def compute(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         try:
@@ -74,6 +69,45 @@ def widened(network: Network, dtype: torch.dtype) -> Callable[[Sequence[Tensor]]
             ) from None
 
     return compute
+
+
+def float32_of(value: Any) -> Any:
+    """`value` (a tensor or a type) in float32 if it is floating; else as it is."""
+    kind = value.dtype if isinstance(value, Tensor) else value
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        return value
+    return value.float() if isinstance(value, Tensor) else torch.float32
+
+
+def in_float32(network: Network) -> Network:
+    """`network` whose every floating number is float32: weights, inputs, outputs, casts and the example.
+
+    Raises:
+        InputError: an operator does not run so.
+    """
+
+    def changed(spec: TensorSpec) -> TensorSpec:
+        kind = float32_of(getattr(torch, spec.dtype))
+        return spec.model_copy(update={"dtype": str(kind).removeprefix("torch.")})
+
+    found, config = _converted(network, float32_of), network.config
+    sides = {"inputs": tuple(map(changed, config.inputs)), "outputs": tuple(map(changed, config.outputs))}
+    example = {name: float32_of(value) for name, value in network.example.items()}
+    found = replace(found, example=example, config=config.model_copy(update=sides))
+    propagate(found)
+    return found
+
+
+def _converted(network: Network, change: Callable[[Any], Any]) -> Network:
+    copied = network.copy()
+    module = copied.module
+    for owner in module.modules():
+        owner._apply(change, recurse=False)
+    for node in module.graph.nodes:
+        node.args = map_aggregate(node.args, change)
+        node.kwargs = map_aggregate(node.kwargs, change)
+    module.recompile()
+    return copied
 
 
 def judged(

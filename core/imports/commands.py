@@ -61,6 +61,10 @@ def import_command(app: typer.Typer) -> None:
             float | None,
             typer.Option(help="Accept answers that differ by more than 1e-5 of their scale, up to this share."),
         ] = None,
+        dtype: Annotated[
+            Literal["float32"] | None,
+            typer.Option(help="Floating numbers of an ONNX file or a module of another type become this one."),
+        ] = None,
         dequantize: Annotated[
             bool,
             typer.Option("--dequantize", help="Make floating weights of a folder that is quantized."),
@@ -123,6 +127,7 @@ def import_command(app: typer.Typer) -> None:
             "resize": resize,
             "filter": filter_,
             "tolerance": tolerance,
+            "dtype": dtype,
         }
         given = {key: value for key, value in said.items() if value is not None}
         with progress_bar() as progress:

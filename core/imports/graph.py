@@ -16,7 +16,7 @@ from penjing.core.checkpoint.graph import parameters_of, save_graph
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import check_replaceable, publish_folder, sha256_file
-from penjing.core.graph.compare import CLOSE, MOST
+from penjing.core.graph.compare import CLOSE, MOST, in_float32
 from penjing.core.graph.config import DTYPE_NAMES, Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.passes import simplify
@@ -49,6 +49,7 @@ class GraphOptions:
         image: (rows, columns), mean, std, layout, order, scale, fit, resize and filter of `Pixels`, as far as they are
             given.
         tolerance: by how much answers may differ, as a share of the output's scale, where 1e-5 is not reached.
+        dtype: of all floating numbers of the network.
     """
 
     weights: Path | None = None
@@ -61,6 +62,7 @@ class GraphOptions:
     image: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float | None = None
     tokenizer: Path | None = None
+    dtype: Literal["float32"] | None = None
 
 
 Kind = Literal["onnx", "function", "package", "tower"]
@@ -90,9 +92,8 @@ def import_graph(
     """Make the checkpoint folder `out`; it appears only when its answers were compared with the original's.
 
     Args:
-        source: an `.onnx` file; `file.py:function`, which returns a module, or (module, example inputs), and whose
-            code is run; `timm/NAME`, `torchvision/NAME`, `transformers/NAME` of an installed package; or
-            `folder:image`, the image tower of two.
+        source: an `.onnx` file; `file.py:function`, which returns a module, or (module, example inputs), and is run;
+            `timm/NAME`, `torchvision/NAME`, `transformers/NAME` of an installed package; or `folder:image`.
         out: folder to make. If it already holds this very import, it is kept and that is said.
         force: replace a folder that penjing made before.
 
@@ -121,7 +122,7 @@ def import_graph(
     check_replaceable(out.absolute(), force, MANIFEST_NAME)  # before minutes of work
     progress.start(f"importing {source}", 1)
     network, parity = _from_file(source, options) if kind == "onnx" else _from_code(source, kind, options)
-    network, gains = simplify(_labelled(network, options))
+    network, gains = simplify(_labelled(network if options.dtype is None else in_float32(network), options))
     if options.tokenizer is not None:
         network = with_tokenizer(network, options.tokenizer)
     progress.advance()
@@ -176,6 +177,7 @@ def _from_code(source: str, kind: Kind, options: GraphOptions) -> tuple[Network,
     if options.weights is not None:
         load_weights(found.module, options.weights)
     found = _with_example(found, options, source)
+    found = found if options.dtype is None else found.in_float32()
     network = trace(found.module, tuple(found.example), dict(found.keyword), options.dynamic or found.dynamic)
     config = network.config
     if found.pixels is not None:
@@ -313,6 +315,7 @@ def graph_options(
     filter: str | None = None,
     tolerance: float | None = None,
     tokenizer: Path | None = None,
+    dtype: Literal["float32"] | None = None,
 ) -> GraphOptions:
     """The options of the command line, read.
 
@@ -322,10 +325,10 @@ def graph_options(
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     for said in inputs:
-        name, shape, dtype = _input(said)
+        name, shape, kind = _input(said)
         shapes[name] = shape
-        if dtype:
-            dtypes[name] = dtype
+        if kind:
+            dtypes[name] = kind
     axes: dict[str, dict[int, str]] | None = None
     for said in dynamic:
         name, axis = _dynamic(said)
@@ -350,7 +353,7 @@ def graph_options(
         raise ConfigError(f"--meaning {meaning}: it is tensors, classes or embedding")
     if tolerance is not None and not CLOSE < tolerance <= MOST:
         raise ConfigError(f"--tolerance {tolerance}: write a share of the outputs' scale, above {CLOSE:.0e}, at most 1")
-    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image, tolerance, tokenizer)  # type: ignore[arg-type]
+    return GraphOptions(weights, shapes, dtypes, axes, values, labels, meaning, image, tolerance, tokenizer, dtype)  # type: ignore[arg-type]
 
 
 def _sides(option: str, said: str) -> tuple[int, int]:

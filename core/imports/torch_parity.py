@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.graph.compare import farthest, judged, widened, wider
 from penjing.core.graph.network import Network
 from penjing.core.imports.torch_zoo import Found
@@ -38,7 +38,8 @@ def compared_with_module(network: Network, found: Found, source: str, tolerance:
             with torch.no_grad():
                 answers = pytree.tree_leaves(module(*arguments, **named))
         except Exception as error:  # code of anybody's
-            raise InputError(f"the module does not run so: {type(error).__name__}: {error}") from None
+            said = f"{type(error).__name__}: {first_line(error)}{_other_types(module)}"
+            raise InputError(f"{source} does not run on its example: {said}") from None
         answers = [value for value in answers if isinstance(value, Tensor)]
         if len(answers) != len(network.config.outputs):
             count = len(network.config.outputs)
@@ -47,9 +48,11 @@ def compared_with_module(network: Network, found: Found, source: str, tolerance:
             )
         return answers
 
+    expected = theirs(found.module, lambda value: value)  # one that does not run is no matter of rounding
+
     def as_given() -> float:
         with torch.no_grad():
-            return farthest(network(*inputs), theirs(found.module, lambda value: value))
+            return farthest(network(*inputs), expected)
 
     def in_float64() -> float:
         module = copy.deepcopy(found.module).double()
@@ -58,6 +61,16 @@ def compared_with_module(network: Network, found: Found, source: str, tolerance:
 
     measures = [("the module", as_given), ("the module, both in float64", in_float64)]
     return judged(source, measures, tolerance, lambda: _ADVICE)
+
+
+def _other_types(module: nn.Module) -> str:
+    kinds = {str(weight.dtype).removeprefix("torch.") for weight in module.parameters() if weight.is_floating_point()}
+    if kinds <= {"float32"}:
+        return ""
+    return (
+        f"; its weights are {', '.join(sorted(kinds))}: give inputs of that type (--input x:2x8:{min(kinds)}), or make "
+        "all of it float32 with --dtype float32"
+    )
 
 
 _ADVICE = "does it draw random numbers, or keep something from call to call? Return a network without that"

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penjing.core.errors import InputError, SetupError, first_line
+from penjing.core.graph.compare import float32_of
 from penjing.core.graph.config import Filter, Fit, Meaning, Pixels
 from penjing.core.imports.user_code import named_errors, user_function
 from penjing.core.text.text_tokenizer import TOKENIZER
@@ -34,6 +36,11 @@ class Found:
     labels: Sequence[str] = ()
     pixels: Pixels | None = None
     tokenizer: Path | None = None
+
+    def in_float32(self) -> Found:
+        """The same, all of whose floating numbers are float32."""
+        example, keyword = pytree.tree_map(float32_of, (tuple(self.example), dict(self.keyword)))
+        return replace(self, module=self.module.float(), example=example, keyword=keyword)
 
 
 def from_function(source: str) -> Found:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from penjing.core.errors import InputError, first_line
+from penjing.core.errors import InputError, first_line, runtime_says
 from penjing.core.graph.compare import distance, wider
 from penjing.core.onnx_reader.file import read_onnx
 from penjing.core.onnx_reader.module import OnnxModule
@@ -37,7 +37,7 @@ class Oracle:
             self._session = self._opened(path)
         except Exception as error:
             raise InputError(
-                f"{path}: ONNX Runtime cannot load it: {first_line(error)[:300]}; get or export it again"
+                f"{path}: ONNX Runtime cannot load it: {runtime_says(error)}; get or export it again"
             ) from None
 
     def _opened(self, path: Path) -> Any:
@@ -65,7 +65,7 @@ class Oracle:
         try:
             session = self._saved(model)
         except Exception as error:
-            raise InputError(f"ONNX Runtime cannot compute it in float32: {first_line(error)[:300]}") from None
+            raise InputError(f"ONNX Runtime cannot compute it in float32: {runtime_says(error)}") from None
         return self._run(session, {name: wider(value, torch.float32) for name, value in inputs.items()})
 
     def answers_in_float64(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -91,7 +91,7 @@ class Oracle:
             found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
         except Exception as error:
             shapes = ", ".join(f"{name}:{'x'.join(map(str, value.shape))}" for name, value in inputs.items())
-            raise InputError(f"{self._path} does not run on {shapes}: {first_line(error)[:300]}") from None
+            raise InputError(f"{self._path} does not run on {shapes}: {runtime_says(error)}") from None
         return [torch.from_numpy(value) if hasattr(value, "dtype") else torch.empty(0) for value in found]
 
     def _saved(self, model: ir.Model) -> Any:

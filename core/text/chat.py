@@ -11,6 +11,7 @@ import jinja2
 from penjing.core.errors import InputError, RequestError
 from penjing.core.manifest import read_json_object
 from penjing.core.text.chat_sandbox import TemplateRaisedError, TemplateRefusedError, compile_template, render
+from penjing.core.text.tool_words import with_calls, with_tools
 
 MAX_TEMPLATE_CHARS = 1_000_000
 TEMPLATE_FILE = "chat_template.jinja"
@@ -75,17 +76,44 @@ class ChatTemplate:
     def form(self) -> Literal["text", "parts", "both"]:
         """What it takes a message's `content` for: a text, a list of parts such as `{"type": "text", "text": …}` as
         SmolVLM's does, or either. Found by a trial of both."""
-        if "type" not in self.text or not self._tried([{"type": "text", "text": _PROBE}]):
-            return "text"  # a template that takes parts asks what each of them is
-        return "both" if self._tried(_PROBE) else "parts"
 
-    def _tried(self, content: Any) -> bool:
-        values = self.special_tokens | {"tools": None, "documents": None, "add_generation_prompt": False}
+        def takes(content: Any) -> bool:
+            found = self._tried([{"role": "user", "content": content}]) or ""
+            return _PROBE in found and "'type'" not in found and '"type"' not in found
+
+        if "type" not in self.text or not takes([{"type": "text", "text": _PROBE}]):
+            return "text"  # a template that takes parts asks what each of them is
+        return "both" if takes(_PROBE) else "parts"
+
+    @cached_property
+    def lists_tools(self) -> bool:
+        """Whether it writes which tools there are. Found by a trial; one that fails says nothing against it."""
+        argument = {"type": "string", "description": _PROBE}
+        parameters = {"type": "object", "properties": {_PROBE: argument}, "required": [_PROBE]}
+        tool = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": parameters}}
+        found = self._tried([self._message("user", "a")], tools=[tool])
+        return found is None or _PROBE in found
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether it knows calls of tools, and so their results."""
+        return "tool_calls" in self.text
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a conversation may begin with a system message. Found by a trial."""
+        return _PROBE in (self._tried([self._message("system", _PROBE), self._message("user", "a")]) or "")
+
+    def _message(self, role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": "text", "text": text}] if self.form == "parts" else text}
+
+    def _tried(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
+        """What it makes of them; None where it fails, whatever with."""
+        values = {"tools": tools, "documents": None, "add_generation_prompt": False, "messages": messages}
         try:
-            found = render(self._template, values | {"messages": [{"role": "user", "content": content}]})
-        except Exception:  # whatever it fails with: this form is not its own
-            return False
-        return _PROBE in found and "'type'" not in found and '"type"' not in found
+            return render(self._template, self.special_tokens | values)
+        except Exception:
+            return None
 
     def render(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of a conversation; encode it with `add_special=False`, since it has its begin-of-text.
@@ -95,13 +123,15 @@ class ChatTemplate:
                 `{"type": "image"}` among them where `form` is not "text").
             add_generation_prompt: end with the beginning of the assistant's answer.
             variables: further variables of the template, such as `enable_thinking`; a client may name them anything.
+                `tools`, and what messages hold of calls, become text of a message where the template knows none.
 
         Raises:
             RequestError: malformed messages, or a conversation that the template rejects.
             InputError: the template tries what the sandbox refuses.
         """
         values = self.special_tokens | {"tools": None, "documents": None} | variables
-        values |= {"messages": _checked(messages, self.form), "add_generation_prompt": add_generation_prompt}
+        checked = self._in_words(_checked(messages, self.form), values["tools"])
+        values |= {"messages": checked, "add_generation_prompt": add_generation_prompt}
         try:
             return render(self._template, values)
         except TemplateRefusedError as error:
@@ -112,6 +142,15 @@ class ChatTemplate:
             raise RequestError(
                 f"messages: the chat template of {self._source} fails on them ({type(error).__name__}: {error})"
             ) from error
+
+    def _in_words(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """`messages` with what the template leaves out of tools and of their calls."""
+        parts = self.form == "parts"
+        if not self.writes_calls:
+            messages = with_calls(messages, parts=parts)
+        if tools and isinstance(tools, list) and not self.lists_tools:
+            messages = with_tools(messages, tools, parts=parts, system=self.takes_system)
+        return messages
 
 
 def _checked(messages: Any, form: Literal["text", "parts", "both"]) -> list[dict[str, Any]]:

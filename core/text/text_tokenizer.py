@@ -77,6 +77,20 @@ class TextTokenizer:
             raise InputError("there is no text to embed; give one or more")
         return [encoding.ids for encoding in self._backend.encode_batch(texts)]
 
+    def text_of(self, ids: list[int]) -> str | None:
+        """The text whose tokens these are, with the marks that stand before and behind each text; None where there is
+        none, as of another tokenizer's ids."""
+        marks = self._backend.encode("a").special_tokens_mask
+        before, behind = marks.index(0), marks[::-1].index(0)
+        try:
+            text = self._backend.decode(ids[before : len(ids) - behind], skip_special_tokens=False)
+        except OverflowError:  # an id that no tokenizer has
+            return None
+        kept = ids
+        if len(ids) > self.max_tokens:  # cut, as the text is
+            kept = ids[: self.max_tokens - behind] + ids[len(ids) - behind :]
+        return text if self.rows([text])[0] == kept else None
+
 
 def pad(rows: list[list[int]]) -> TextTokens:
     """One batch of `rows`, padded to the longest."""

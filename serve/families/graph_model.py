@@ -18,7 +18,7 @@ from penjing.core.artifact.onnx_graph import (
     recorded_inputs,
     run_graph,
 )
-from penjing.core.errors import InputError, PenjingError, RequestError, first_line
+from penjing.core.errors import InputError, PenjingError, RequestError, runtime_says
 from penjing.core.graph.config import GraphConfig, TensorSpec
 from penjing.core.images.decode import MAX_PIXELS, arranged, decode_image, network_input
 from penjing.core.text.network_inputs import texts_of
@@ -267,7 +267,7 @@ class GraphModel:
         try:
             return run_graph(session, self._config, inputs)
         except Exception as error:  # the classes of ONNX Runtime share no base
-            return RequestError(f"the network cannot compute these values or sizes: {first_line(error)[:300]}")
+            return RequestError(f"the network cannot compute these values or sizes: {runtime_says(error)}")
 
 
 def _names_file(image: bytes) -> bool:

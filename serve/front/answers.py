@@ -37,6 +37,8 @@ class Ask:
     prompts: Sequence[str | list[int]] = ()
     messages: list[dict[str, Any]] | None = None
     stream: bool = False
+    only_prompts: bool = False
+    """What is written behind them, one token at least, is not shown, and so not counted."""
     timeout: float | None = None
     tokens: dict[int, Chunk] = field(default_factory=dict)
     """The last chunk of each prompt, which knows the prompt's length."""
@@ -123,7 +125,8 @@ async def _answer(backend: Backend, ask: Ask) -> AsyncGenerator[tuple[int, Chunk
                     if (before := last.get((index, chunk.index))) is not None and chunk.num_tokens:
                         backend.usage.tokens(exchange, chunk.num_tokens, now - before)
                     last[index, chunk.index] = now
-                    exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, chunk.num_tokens)
+                    written = 0 if ask.only_prompts else chunk.num_tokens
+                    exchange.count(0 if index in ask.tokens else chunk.num_input_tokens, written)
                     ask.tokens[index] = chunk
                     upstream.alive()
                     if chunk.stages is not None and chunk.index == 0:

@@ -260,7 +260,7 @@ class Function(Part):
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$", description="What it is called as.")
     description: str | None = Field(default=None, description="For the model.")
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of its arguments.")
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of its arguments; none has none.")
     strict: bool | None = Field(default=None, description="Refuse keywords that are not known, or leave them out.")
 
 

@@ -73,6 +73,7 @@ def _ask(backend: Backend, body: CompletionBody, exchange: Exchange) -> Ask:
         exchange=exchange,
         prompts=prompts,
         stream=bool(body.stream),
+        only_prompts=body.max_tokens == 0,
         timeout=backend.timeout,
     )
 
@@ -123,7 +124,6 @@ class _Texts:
         self._ask, self._prompts, self._tokenizer = ask, prompts, tokenizer
         self._scores: dict[int, list[Entry | None] | None] = {}
         self._offsets: dict[int, TextOffsets] = {}
-        self._only_prompt = body.max_tokens == 0
         self._count = body.logprobs
         self._skip_special = body.skip_special_tokens is not False
 
@@ -134,7 +134,7 @@ class _Texts:
     def of(self, prompt: int, chunk: Chunk) -> tuple[str, dict[str, Any] | None]:
         """New text and log probabilities of an answer."""
         index, asked = self.index(prompt, chunk), self._prompts[prompt]
-        text = "" if self._only_prompt else chunk.text
+        text = "" if self._ask.only_prompts else chunk.text
         entries: list[Entry | None] = []
         begins: list[int] = []
         if index not in self._offsets:
@@ -147,7 +147,7 @@ class _Texts:
         offsets = self._offsets[index]
         if self._count is None:
             return text, None
-        if not self._only_prompt:
+        if not self._ask.only_prompts:
             entries = [*entries, *chunk.logprobs]
             begins += [offsets.push(*_token(entry)) for entry in chunk.logprobs]
         if not entries:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penjing.core.errors import PenjingError, RequestError
 from penjing.serve.client.protocol import MAX_TEXT_BYTES, TOWERS
 from penjing.serve.front.backend import Backend
-from penjing.serve.front.bodies import Body, ImagePart, TextPart
+from penjing.serve.front.bodies import Body, ImagePart, TextPart, TokenIds
 from penjing.serve.gate.body import read_body
 from penjing.serve.gate.config import FrontModel
 from penjing.serve.gate.errors import ApiError
@@ -24,14 +23,19 @@ from penjing.serve.gate.fields import Unused
 from penjing.serve.gate.guard import Exchange
 from penjing.serve.sight.wire import from_data_url
 
+if TYPE_CHECKING:
+    from penjing.core.text.text_tokenizer import TextTokenizer
+
+Given = str | list[int] | bytes
+"""A text, its token ids, or the file of an image."""
 Item = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class EmbeddingBody(Body, Unused):
     """Of `/v1/embeddings`."""
 
-    input: str | Item | list[str | Item] = Field(
-        description="A text, or an image for two towers, as a part of a chat's message; or a list of these."
+    input: str | Item | list[str | Item] | TokenIds | list[TokenIds] = Field(
+        description="A text, its token ids, or an image for two towers as a part of a chat's message; or a list."
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="float is a list of numbers; base64 is of float32, the lowest byte first."
@@ -39,26 +43,21 @@ class EmbeddingBody(Body, Unused):
     dimensions: int | None = Field(default=None, ge=1, description="May be the model's own only.")
     user: str | None = Field(default=None, description="Of several versions of a model, a user has always the same.")
 
-    @field_validator("input", mode="before")
-    @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        if isinstance(value, list) and value and isinstance(value[0], int | list):
-            raise PydanticCustomError("token_ids", "token ids are not read here: send texts")
-        return value
-
-    def items(self) -> list[str | bytes]:
-        """Texts, and the files of images.
+    def items(self) -> list[Given]:
+        """Texts or their token ids, and the files of images.
 
         Raises:
             RequestError: an image lies elsewhere, or is no base64.
         """
-        given = self.input if isinstance(self.input, list) else [self.input]
+        given: list[Any] = self.input if isinstance(self.input, list) else [self.input]
+        if given and isinstance(given[0], int):
+            given = [given]
         return [
-            each
-            if isinstance(each, str)
-            else each.text
+            each.text
             if isinstance(each, TextPart)
             else from_data_url(each.image_url.url)
+            if isinstance(each, ImagePart)
+            else each
             for each in given
         ]
 
@@ -92,7 +91,7 @@ async def answer_embeddings(backend: Backend, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data, "model": model.id, "usage": usage})
 
 
-def _check_items(items: list[str | bytes], model: FrontModel, most: int) -> None:
+def _check_items(items: list[Given], model: FrontModel, most: int) -> None:
     """What needs no tokenizer; a text that is longer than the model reads is cut by it, as over gRPC."""
 
     def wrong(text: str) -> ApiError:
@@ -106,12 +105,12 @@ def _check_items(items: list[str | bytes], model: FrontModel, most: int) -> None
                 raise wrong(f"{index} is an image, and {model.id} reads texts alone; ask two towers.")
         elif not item:
             raise wrong(f"text {index} is empty.")
-        elif (size := len(item.encode())) > MAX_TEXT_BYTES:
+        elif isinstance(item, str) and (size := len(item.encode())) > MAX_TEXT_BYTES:
             raise wrong(f"text {index} has {size} bytes, at most {MAX_TEXT_BYTES} are read; shorten it.")
 
 
 async def _rows(
-    backend: Backend, model: FrontModel, items: list[str | bytes], dimensions: int | None, exchange: Exchange
+    backend: Backend, model: FrontModel, items: list[Given], dimensions: int | None, exchange: Exchange
 ) -> np.ndarray:
     """(items, hidden) float32. More than the model takes at once are asked one part after the other: together, parts
     would stand in each other's batches."""
@@ -120,6 +119,7 @@ async def _rows(
     if dimensions not in (None, upstream.dimension):
         text = f"dimensions: {model.id} has {upstream.dimension}, not {dimensions}; leave it out."
         raise ApiError(400, text, code="unsupported", param="dimensions")
+    items = await asyncio.to_thread(_read, items, tokenizer, model)
     ends = time.monotonic() + backend.timeout
     size = model.max_rows or len(items)
     found = np.empty((len(items), upstream.dimension), np.float32)
@@ -143,6 +143,20 @@ async def _rows(
         raise backend.error(error, upstream) from None
     upstream.alive()
     return found
+
+
+def _read(items: list[Given], tokenizer: TextTokenizer, model: FrontModel) -> list[Given]:
+    """`items` with texts in place of token ids. Ids of another tokenizer would give a vector of other words, without a
+    word."""
+    found = [tokenizer.text_of(item) if isinstance(item, list) else item for item in items]
+    if None in found:
+        text = (
+            f"input: token ids {found.index(None)} are not those that {model.id}'s own tokenizer writes for a text, "
+            "with its marks before and behind it; send texts. LangChain's OpenAIEmbeddings sends ids of OpenAI's "
+            "tokenizers unless it has check_embedding_ctx_length=False."
+        )
+        raise ApiError(400, text, code="invalid_value", param="input")
+    return [item for item in found if item is not None]
 
 
 def _base64(row: np.ndarray) -> str:

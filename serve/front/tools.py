@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from penjing.serve.sampling.guided import CALL_BEGIN, CALL_END
+from penjing.core.text.tool_words import CALL_BEGIN, CALL_END
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 """What stands before a call's arguments; a call of another form waits for its end."""

@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penjing.core.text.tool_words import CALL_BEGIN, CALL_END
 from penjing.serve.sampling.formats import with_readable_times
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 48  # of nested lists and objects; the library's own reader stops at 128
 MAX_NODES = 10_000
 MAX_CHOICES = 1000
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 _OPTIONS = "x-guidance"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # as OpenAI's interface means it
 MARKS = (CALL_BEGIN, THOUGHT_BEGIN, THOUGHT_END)  # some are control tokens of some tokenizers
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
@@ -194,7 +195,8 @@ def _tools_grammar(value: dict[str, Any], control: Collection[str]) -> str:
 def _call_rules(functions: list[dict[str, Any]]) -> Iterator[str]:
     for index, function in enumerate(functions):
         # The parameters stay a schema of their own: references in it begin at its root.
-        parameters = function.get("parameters") or {"type": "object"}
+        parameters = function.get("parameters")
+        parameters = _NO_PARAMETERS if parameters is None else parameters or {"type": "object"}
         schema = _with_options(with_readable_times(parameters), function.get("strict") is True)
         begin = _quoted(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         yield f"call_{index}: {begin} %json {json.dumps(schema)} {_quoted('}')}"

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from penjing.core import cli
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, SetupError
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -173,6 +173,23 @@ def test_the_help_of_options_shows_no_types_of_python():
         for parameter in command.params:
             shown = str(parameter.display_type_rich(context))
             assert parameter.param_type_name == "argument" or "list[" not in shown, (path, parameter.name)
+
+
+def test_a_file_of_json_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("penjing.core.info.collect", lambda: pytest.fail("the work began"))
+    assert cli._run(["info", "--json", str(tmp_path)]) == InputError.exit_code
+    assert capsys.readouterr().err == f"error: --json {tmp_path}: it is a folder; give the name of the file to write\n"
+    monkeypatch.setattr("os.access", lambda path, _: path != tmp_path)
+    assert cli._run(["info", "--json", str(tmp_path / "a.json")]) == SetupError.exit_code
+    said = f"error: cannot write {tmp_path}/a.json: permission is denied; choose a folder you may write to\n"
+    assert capsys.readouterr().err == said
+
+
+def test_what_a_terminal_of_another_encoding_cannot_show_is_written_in_escapes():
+    script = "import sys; from penjing.core import cli; cli._run = lambda _: print('tree \\U0001f333'); cli.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "iso-8859-1"}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "tree \\U0001f333\n", "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import InputError, SetupError
-from penjing.core.files import atomic_write_bytes, atomic_write_text, publish_folder, sha256_file
+from penjing.core.files import atomic_write_bytes, atomic_write_text, check_replaceable, publish_folder, sha256_file
 
 
 def names(folder: Path) -> list[str]:
@@ -200,6 +200,26 @@ def test_a_file_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"cannot write /proc/x\.toml: no folder can be made there; choose another"):
         atomic_write_text(Path("/proc/x.toml"), "x")
     assert names(tmp_path) == []
+
+
+def test_where_nothing_may_be_written_is_known_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_replaceable(tmp_path / "a" / "out", False, "a")
+    monkeypatch.setattr("os.access", lambda path, _: path != tmp_path)
+    with pytest.raises(SetupError, match=r"cannot write .*/a/out: permission is denied; choose a folder"):
+        check_replaceable(tmp_path / "a" / "out", False, "a")
+
+
+def test_a_link_leads_to_where_the_folder_is_made(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for target in ("absent", "empty"):
+        link = tmp_path / f"to-{target}"
+        link.symlink_to(target)
+        for content in ("1", "2"):
+            with publish_folder(link, replace=content == "2", marker="a") as partial:
+                (partial / "a").write_text(content)
+            assert link.is_symlink()
+            assert (tmp_path / target / "a").read_text() == content
+    assert names(tmp_path) == ["absent", "empty", "to-absent", "to-empty"]
 
 
 def test_sha256(tmp_path: Path) -> None:

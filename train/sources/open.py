@@ -17,7 +17,7 @@ from penjing.train.sources.tar import read_tar
 from penjing.train.sources.tensors import call_function, read_arrays
 
 TABLES = (".parquet", ".arrow", ".jsonl", ".ndjson")
-ARRAYS = (".npz", ".safetensors")
+ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 def open_source(settings: SourceSettings) -> Source:

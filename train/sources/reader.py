@@ -19,6 +19,7 @@ from penjing.core.text.network_inputs import Texts, texts_of
 from penjing.train.sources.decoders import decoded
 from penjing.train.sources.settings import SourceSettings
 from penjing.train.sources.source import Source, Values
+from penjing.train.sources.tensors import with_last_as_labels
 
 NO_CLASS = -1
 _UNNAMED = "arr_0"  # what numpy.savez calls an array that nobody named
@@ -46,7 +47,13 @@ def form_of(config: GraphConfig, folder: Path | None = None) -> Form:
 
     Args:
         folder: where its tokenizer lies, if it has one.
+
+    Raises:
+        InputError: it takes numbers that no samples hold.
     """
+    for spec in config.inputs:
+        if spec.dtype == "bfloat16":
+            raise InputError(f"no samples hold bfloat16, which {spec} takes: import the network with --dtype float32")
     first = config.outputs[0]
     last = first.shape[-1] if len(first.shape) == 2 and first.dtype.startswith(("float", "bfloat")) else 0
     known = config.meaning in ("classes", "tensors") and isinstance(last, int)
@@ -74,6 +81,7 @@ class Reader:
     def __post_init__(self) -> None:
         if not len(self.indices):
             raise InputError(f"{self.source.where} has no sample for this; give more, or another data.held_out")
+        self.source = with_last_as_labels(self.source, len(self.form.inputs), self.settings.labels)
         if self.source.labels is not None:
             self.targets = targets_of(self.source, self.form)[self.indices]
 
@@ -208,7 +216,7 @@ class Reader:
         fits = values.ndim == len(spec.shape) and all(
             isinstance(size, str) or size == given for size, given in zip(wanted, values.shape[1:], strict=False)
         )
-        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+        dtype = np.dtype(spec.dtype)
         if not fits or values.dtype.kind not in {"f": "f", "b": "b"}.get(dtype.kind, "iu"):
             raise InputError(
                 f"{self.source.where} gives {values.dtype}{list(values.shape)} for {spec}; give what the network takes"

@@ -17,7 +17,7 @@ class SourceSettings(Config):
     source: str | None = Field(
         default=None,
         description="The user's own samples: a folder of images, with a folder for each class or without; a .tar "
-        "(WebDataset; also .tar.gz, .tgz, .tar.bz2, .tar.xz and .tar.zst), .parquet, .arrow, .jsonl, .npz or "
+        "(WebDataset; also .tar.gz, .tgz, .tar.bz2, .tar.xz and .tar.zst), .parquet, .arrow, .jsonl, .npz, .npy or "
         ".safetensors file, or a folder of such; or FILE.py:FUNCTION, which yields inputs, or pairs of inputs and "
         "labels. `images` is another spelling where they are images.",
     )

@@ -172,7 +172,7 @@ def _column(
         return None
     raise InputError(
         f"{path} has the columns {', '.join(names) or 'none'}, of which none is known to hold images or texts; name "
-        f"it by data.{setting}, or data.text_column"
+        f"it by data.{setting}, or data.text_column; numbers come in a .npz file, or from FILE.py:FUNCTION"
     )
 
 

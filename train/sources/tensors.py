@@ -1,11 +1,14 @@
-"""Tensors by the names of a network's inputs: .npz and .safetensors files, and what a user's function yields."""
+"""Tensors by the names of a network's inputs: .npz, .npy and .safetensors files, and what a user's function yields."""
 
 from __future__ import annotations
 
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,14 @@ from safetensors.torch import load_file
 
 from penjing.core.errors import InputError
 from penjing.core.imports.user_code import named_errors, user_function
+from penjing.core.memory import available_bytes
+from penjing.core.progress import volume
 from penjing.train.sources.source import Label, Source, content_digest
 
 LABELS = ("labels", "label")
+_UNNAMED = "0"  # the first tensor, by its place
 _MOST = 1 << 20  # samples of a function, which are held in memory
+_kept: ContextVar[dict[tuple[str, bool], Source] | None] = ContextVar("sources_kept", default=None)
 _BROKEN = (
     OSError,
     ValueError,
@@ -38,13 +45,17 @@ _BROKEN = (
 
 
 def read_arrays(path: Path, labels: bool) -> Source:
-    """The rows of the tensors in a .npz or .safetensors file; one called "labels" holds the classes.
+    """The rows of the tensors in a .npz or .safetensors file; one called "labels" holds the classes. A .npy file holds
+    one tensor without a name.
 
     Raises:
         InputError: damaged, pickled, empty, or with other counts of rows.
     """
     try:
-        if path.suffix.lower() == ".npz":
+        if path.suffix.lower() == ".npy":
+            with open(path, "rb") as opened:
+                arrays = {_UNNAMED: np.load(opened, allow_pickle=False)}
+        elif path.suffix.lower() == ".npz":
             with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         else:
@@ -58,19 +69,69 @@ def call_function(spec: str, labels: bool) -> Source:
     """What the function of "file.py:function" yields: batches of inputs, or pairs of such a batch and its labels.
 
     A batch is a tensor, a list of tensors in the order of the network's inputs, or a mapping by their names; axis 0
-    holds the samples.
+    holds the samples. A list with one tensor more ends with the labels, see `with_last_as_labels`.
 
     Raises:
-        InputError: the file or function is missing or raises, or yields something else.
+        InputError: the file or function is missing or raises, yields something else, or more than memory holds.
     """
+    kept = _kept.get()
+    if kept is None:
+        return _called(spec, labels)
+    if (spec, labels) not in kept:
+        kept[spec, labels] = _called(spec, labels)
+    return kept[spec, labels]
+
+
+@contextmanager
+def calling_once() -> Iterator[None]:
+    """In here each function is called once, and all see what it yielded then: one that draws or shuffles would give
+    every step other samples, which no step can be compared on."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def with_last_as_labels(source: Source, inputs: int, wanted: bool) -> Source:
+    """`source`, whose rows have one tensor more than the network's `inputs`, with that as its classes: so the batches
+    of torch's DataLoader are, lists. Any other source as it is.
+
+    Args:
+        wanted: else it is left out.
+
+    Raises:
+        InputError: it is not one whole number a row.
+    """
+    first, last = source.load(0), str(inputs)
+    if not isinstance(first, Mapping) or list(first) != [str(place) for place in range(inputs + 1)]:
+        return source
+
+    def load(index: int) -> Mapping[str, NDArray[Any]]:
+        row: Any = source.load(index)
+        return {name: value for name, value in row.items() if name != last}
+
+    rows: list[Any] = [source.load(index) for index in range(source.size if wanted else 0)]
+    classes = _classes(source.where, np.array([row[last] for row in rows])) if wanted else None
+    return replace(source, load=load, labels=classes)
+
+
+def _called(spec: str, labels: bool) -> Source:
     function = user_function(spec)
     batches: list[dict[str, NDArray[Any]]] = []
-    samples = 0
+    samples = held = 0
+    room = available_bytes() // 3  # they are joined at the end, beside the pieces
     with named_errors(spec):
         found: Iterable[Any] = function()
         for item in found:
             batches.append(_batch(item, spec))
             samples += len(next(iter(batches[-1].values())))
+            held += sum(value.nbytes for value in batches[-1].values())
+            if held > room:
+                raise InputError(
+                    f"{spec} has yielded {samples} samples of {volume(held)} and goes on; all are held in memory, so "
+                    "let it end sooner"
+                )
             if samples >= _MOST:
                 break
     if not batches:
@@ -92,7 +153,7 @@ def _batch(item: Any, spec: str) -> dict[str, NDArray[Any]]:
     elif isinstance(inputs, list | tuple):
         found = {f"{place}": _numpy(value) for place, value in enumerate(inputs)}
     else:
-        found = {"0": _numpy(inputs)}
+        found = {_UNNAMED: _numpy(inputs)}
     if labels is not None:
         found["labels"] = _numpy(labels)
     lengths = {len(value) if value.ndim else -1 for value in found.values()}
@@ -121,12 +182,7 @@ def _rows(where: str, arrays: dict[str, NDArray[Any]], wanted: bool) -> Source:
         raise InputError(f"{where} holds {sizes} rows; as many of all are needed, and one at least")
     labels: Sequence[Label] | None = None
     if wanted and classes is not None:
-        if classes.ndim != 1 or classes.dtype.kind not in "iu":
-            raise InputError(
-                f"{where}: labels are {classes.dtype}{list(classes.shape)}, not one whole number a row; mend them, or "
-                "set data.labels = false"
-            )
-        labels = classes.astype(np.int64).tolist()
+        labels = _classes(where, classes)
 
     def load(index: int) -> Mapping[str, NDArray[Any]]:
         return {name: array[index] for name, array in arrays.items()}
@@ -136,3 +192,12 @@ def _rows(where: str, arrays: dict[str, NDArray[Any]], wanted: bool) -> Source:
 
     size = next(iter(sizes.values()))
     return Source(where, size, load, lambda index: f"row {index} of {where}", digest, labels)
+
+
+def _classes(where: str, labels: NDArray[Any]) -> list[int]:
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise InputError(
+            f"{where}: labels are {labels.dtype}{list(labels.shape)}, not one whole number a row; mend them, or set "
+            "data.labels = false"
+        )
+    return labels.astype(np.int64).tolist()

@@ -91,3 +91,8 @@ def test_a_damaged_artifact_is_not_exported(name: str, damage: str, tiny_int8: P
             export_artifact(folder, form, tmp_path / "out", force=False, progress=Silent())  # type: ignore[arg-type]
         assert "\n" not in str(found.value)
         assert [path.name for path in tmp_path.iterdir()] == ["int8"]
+
+
+def test_a_file_where_no_folder_can_be_made_is_said_so(vision: Path) -> None:
+    with pytest.raises(SetupError, match=r"cannot write /proc/x\.onnx: no folder can be made there; choose another"):
+        export_artifact(vision, "onnx", Path("/proc/x.onnx"), force=False, progress=Silent())

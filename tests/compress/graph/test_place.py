@@ -325,3 +325,10 @@ def test_rows_of_a_table_are_stored_in_int8_and_looked_up_before_they_are_widene
     assert 0.0005 < _gap(network(ids)[0], answer) < 0.03
     whole = apply_quantization(network, GraphSettings())
     assert not [node for node in whole.module.graph.find_nodes(op="call_module") if "rows" in str(node.target)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_layers_of_another_type_are_named(dtype: torch.dtype) -> None:
+    network = from_torch(nn.Linear(8, 4).to(dtype), (torch.randn(2, 8).to(dtype),))
+    with pytest.raises(InputError, match=rf"the layers of the network are {str(dtype)[6:]}.*--dtype float32"):
+        apply_quantization(network, GraphSettings())

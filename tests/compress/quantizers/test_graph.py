@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import penjing
 from penjing.compress.exports import export_artifact
 from penjing.compress.graph.place import products
 from penjing.compress.parity.graph import GraphParity
@@ -73,14 +72,6 @@ def test_an_artifact_is_exported_for_its_own_target(places: Places) -> None:
     assert out.read_bytes() == (places.partial / "model.onnx").read_bytes()
     with pytest.raises(ConfigError, match=r"steps\.0\.target=tensorrt"):
         export_artifact(places.partial, "onnx", out, target="tensorrt", force=True, progress=Silent())
-
-
-def test_a_graph_in_floating_point_is_refused_with_the_ways_to_onnx(places: Places) -> None:
-    out = places.scratch / "net.onnx"
-    with pytest.raises(InputError, match=r"'penjing compress quantize' makes one; from Python, penjing\.Network\.load"):
-        export_artifact(places.source, "onnx", out, force=False, progress=Silent())
-    penjing.Network.load(places.source).export(out)
-    assert out.stat().st_size
 
 
 def test_what_onnx_runtime_answers_too_differently_is_refused(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:

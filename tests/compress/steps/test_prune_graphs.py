@@ -119,7 +119,7 @@ def test_refusals(tmp_path: Path) -> None:
         prune(source, tmp_path / "b", ratio=0.5, parts=["heads"])
     torch.manual_seed(0)
     broken = graph_folder(tmp_path / "none", nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4))
-    with pytest.raises(InputError, match="nothing is left to prune"):
+    with pytest.raises(InputError, match="no width of it can leave; leave the prune step out"):
         prune(broken, tmp_path / "c", ratio=0.5)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import InputError
@@ -111,3 +115,62 @@ def test_a_branch_by_values_is_told_without_what_torch_prints(
     with pytest.raises(InputError, match=r"cannot be exported: .*control flow does not depend on values"):
         import_graph(f"{models}:branches", tmp_path / "out")
     assert capfd.readouterr() == ("", "")
+
+
+HALVES = """
+import torch
+
+def made(dtype):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(dtype)
+
+def bfloat16():
+    return made(torch.bfloat16)
+
+def float64():
+    return made(torch.float64), torch.randn(2, 8, dtype=torch.float64)
+"""
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float64"])
+def test_a_module_of_another_type_becomes_float32_if_asked(tmp_path: Path, name: str) -> None:
+    (tmp_path / "nets.py").write_text(HALVES)
+    inputs = [] if name == "float64" else ["input:2x8"]
+    out = import_graph(f"{tmp_path}/nets.py:{name}", tmp_path / "out", graph_options(inputs=inputs, dtype="float32"))
+    network = load_network(out)
+    kinds = {spec.dtype for spec in (*network.config.inputs, *network.config.outputs)}
+    assert kinds == {"float32"} == {str(value.dtype)[6:] for value in network.module.parameters()}
+    scope: dict[str, Any] = {}
+    exec(HALVES, scope)
+    (x,) = network.inputs()
+    with torch.no_grad():
+        expected = scope["made"](getattr(torch, name)).float()(x)
+        torch.testing.assert_close(network(x)[0], expected)
+
+
+def test_an_onnx_file_of_16_bits_becomes_float32_if_asked(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float16)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Cast", ["h"], ["c"], to=TensorProto.FLOAT16),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["batch", size]) for name, size in (("x", 8), ("y", 4))
+    )
+    graph = helper.make_graph(nodes, "half", [x], [y], [numpy_helper.from_array(weight, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    onnx.save(model, tmp_path / "half.onnx")
+    plain = load_network(import_graph(str(tmp_path / "half.onnx"), tmp_path / "plain"))
+    assert plain.config.inputs[0].dtype == "float16"
+    network = load_network(import_graph(str(tmp_path / "half.onnx"), tmp_path / "wide", graph_options(dtype="float32")))
+    assert [spec.dtype for spec in (*network.config.inputs, *network.config.outputs)] == ["float32", "float32"]
+    (given,) = network.inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(network(given)[0], (given @ torch.from_numpy(weight).float()).relu())
+
+
+def test_a_module_that_does_not_run_on_an_example_of_another_type_says_so(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(HALVES)
+    with pytest.raises(InputError, match=r"does not run on its example: .*its weights are bfloat16.*--dtype float32"):
+        import_graph(f"{tmp_path}/nets.py:bfloat16", tmp_path / "out", graph_options(inputs=["input:2x8"]))

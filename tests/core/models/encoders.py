@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel
 
 WORDS = (
@@ -43,6 +43,8 @@ def write_sentence_transformer(folder: Path, *, layers: int = 2, max_tokens: int
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(words[:4])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "1_Pooling").mkdir()
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]

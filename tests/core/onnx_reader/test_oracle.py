@@ -166,3 +166,12 @@ def test_a_measure_that_cannot_be_made_is_said() -> None:
 
     with pytest.raises(InputError, match=r"2\.0e-05 .* the original; at most 1e-05 .*no such operator in 64 bits"):
         judged("a.onnx", [("the original", lambda: 2e-5), ("another", impossible)], tolerance=None)
+
+
+def test_why_onnx_runtime_does_not_load_a_file_is_said_first(tmp_path: Path) -> None:
+    path = _file(tmp_path / "a.onnx", _layer("Tanh"), **_weights())
+    model = onnx.load(path)
+    model.ir_version = 99
+    onnx.save(model, path)
+    with pytest.raises(InputError, match=r"cannot load it: .* failed: Unsupported model IR version: 99"):
+        Oracle(path)

@@ -90,6 +90,16 @@ def test_more_texts_than_the_model_takes_at_once(client: openai.OpenAI, grpc: Cl
     assert np.array_equal(np.array([entry.embedding for entry in found.data], np.float32), expected)
 
 
+def test_token_ids_are_the_models_own(client: openai.OpenAI, grpc: Client, artifact: EncoderArtifact) -> None:
+    ids = artifact.tokenizer.rows(TEXTS)
+    found = client.embeddings.create(model="encoder", input=ids)
+    expected = client.embeddings.create(model="encoder", input=TEXTS)
+    assert [entry.embedding for entry in found.data] == [entry.embedding for entry in expected.data]
+    assert found.usage == expected.usage
+    one = client.embeddings.create(model="encoder", input=ids[1])
+    assert np.array_equal(np.array(one.data[0].embedding, np.float32), grpc.embed(TEXTS[1])[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
@@ -100,8 +110,10 @@ def test_more_texts_than_the_model_takes_at_once(client: openai.OpenAI, grpc: Cl
         ({"input": ["a", "é" * (600 << 10)]}, "input", "text 1 has 1228800 bytes"),
         ({"input": 5}, "input", "valid string"),
         ({"input": None}, "input", "valid string"),
-        ({"input": [1, 2]}, "input", "send texts"),
-        ({"input": [[1, 2]]}, "input", "send texts"),
+        ({"input": [1, 2]}, "input", "token ids 0 are not those that small-int8's own tokenizer writes for a text"),
+        ({"input": [[9906, 1917]]}, "input", "check_embedding_ctx_length=False"),
+        ({"input": [[]]}, "input", "text 0 is empty"),
+        ({"input": [[1, -2]]}, "input.0.1", "greater than or equal to 0"),
         ({"input": ["a", 1]}, "input.1", "valid string"),
         ({"input": {"text": "a"}}, "input.type", "missing"),
         ({"input": [PICTURE]}, "input", "0 is an image, and small-int8 reads texts alone"),

@@ -118,6 +118,8 @@ def test_scores_of_prompt_and_answer(client: openai.OpenAI, grpc: Client, front:
     assert only.choices[0].text == PROMPT
     assert only.choices[0].logprobs is not None
     assert only.choices[0].logprobs.token_logprobs == values[:-3]
+    assert only.usage is not None
+    assert (only.usage.completion_tokens, only.usage.total_tokens) == (0, only.usage.prompt_tokens)
 
 
 @pytest.mark.parametrize("prompt", ["é", "naïve 你好 😀 a<|im_end|>b 😀😀", [200, 201, 40]])

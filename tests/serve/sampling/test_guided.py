@@ -310,6 +310,16 @@ def test_a_schemas_own_options_hold_behind_a_thought_too() -> None:
         assert constraints.make(Guided.model_validate(guided)).num_allowed(blanks) < len(blanks), guided
 
 
+@pytest.mark.parametrize("function", [{"name": "now"}, {"name": "now", "parameters": None}])
+def test_a_function_without_parameters_takes_none(function: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer(())
+    value = {"tools": [{"type": "function", "function": function}], "choice": "required"}
+    for arguments, taken in (("{}", True), ('{"a": 1}', False)):
+        ids = tokenizer.encode(f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>')
+        constraint = Constraints(tokenizer, 258).make(Guided(kind="tools", value=value))
+        assert (constraint.num_allowed(ids) == len(ids)) is taken, arguments
+
+
 def test_what_no_text_can_be_ends_that_answer_alone(engine: LLMEngine) -> None:
     bad = SamplingParams.from_json({"guided": {"kind": "json_schema", "value": {"$ref": "#"}}})
     outputs = run_all(

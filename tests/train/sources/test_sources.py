@@ -233,12 +233,16 @@ def test_tensors(tmp_path: Path) -> None:
         source = opened(tmp_path / name)
         assert source.labels == [0, 1, 2, 3]
         np.testing.assert_array_equal(source.load(2)["x"], values[2])  # type: ignore[index,call-overload]
+    np.save(tmp_path / "a.npy", values)
+    np.testing.assert_array_equal(opened(tmp_path / "a.npy").load(2)["0"], values[2])  # type: ignore[index,call-overload]
     np.savez(tmp_path / "b.npz", x=values, y=values[:2])
     with pytest.raises(InputError, match="as many of all"):
         opened(tmp_path / "b.npz")
     np.savez(tmp_path / "c.npz", x=np.array([{}], object))
-    with pytest.raises(InputError, match="pickled"):
-        opened(tmp_path / "c.npz")
+    np.save(tmp_path / "c.npy", np.array([{}], object))
+    for name in ("c.npz", "c.npy"):
+        with pytest.raises(InputError, match="pickled"):
+            opened(tmp_path / name)
 
 
 def test_a_function(tmp_path: Path) -> None:
