@@ -48,6 +48,7 @@ SECTIONS = {  # a title and what "This measures"
     "adapters": "Adapters: what LoRA adapters cost 16 answers, in processor time of one thread, on a busy machine.",
     "adapter_quality": "Adapters beside INT8: an adapter of SmolLM2 beside its artifact, and merged before it.",
     "speculation": "Guessed tokens: `speculate=lookup` beside `off` in SmolLM2-135M; `_of_` are texts not tuned on.",
+    "screen": "Half of an LM head: greedy steps by a copy of the head in 4 bits, beside steps that read all of it.",
     "kernels_cpu": "CPU kernels: speed beside torch and the memory. `64x576x960` is rows, inputs and outputs.",
     "levels": "AMX and AVX-VNNI: layers and steps of SmolLM2 beside AVX-512 and AVX2; one thread's processor time.",
     "int4": "4-bit weights: kernels, decoder steps, bytes and perplexity of SmolLM2 beside INT8.",

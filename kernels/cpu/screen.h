@@ -17,8 +17,8 @@
 
 namespace penjing {
 
-// So many rows at most: products of more take longer than reading, and a copy saves nothing.
-constexpr int64_t SCREENED_ROWS = 2;
+// So many rows at most: products of eight take longer than reading the weights, and a copy gains nothing.
+constexpr int64_t SCREENED_ROWS = 4;
 
 // Working memory of a member.
 struct ScreenBuffer {

@@ -89,7 +89,7 @@ def check_equal(head: PackedInt8, screen: Screen, inputs_RE: Tensor, rows: int) 
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5])
 def test_value_and_place_are_those_among_all(isa: CpuExtension, threads: CpuExtension, rows: int) -> None:
     head = make_head(ties=3)
     screen = make_screen(head, inputs_like(100, seed=1))
