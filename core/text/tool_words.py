@@ -1,8 +1,8 @@
 """Tools in words: what a chat template that knows none of them leaves out, as text of its messages.
 
 Many templates write no tools, and some no calls and no results, so that a model behind one would never see what it may
-call. The words are those of Hermes and Qwen 2.5, which other models have learnt from too, and a call is written as the
-form `tools` of answers wants it.
+call. The tags are those of Hermes and Qwen 2.5, which other models have learnt too, and a call is written as the form
+`tools` of answers wants it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from penjing.core.errors import RequestError
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _TOLD = """# Tools
 
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
+These are the functions that you can call, one JSON object a line:
 <tools>
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+To call one, write a JSON object with its name and its arguments between <tool_call> and </tool_call>, like this:
 <tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
+{{"name": "name of the function", "arguments": {{"name of an argument": "its value"}}}}
 </tool_call>"""
 
 Message = dict[str, Any]
