@@ -106,7 +106,8 @@ def of_user(*parts: Any) -> dict[str, Any]:
         (EmbeddingBody, {"input": {"text": "a"}}, "input.type", "missing"),
         (EmbeddingBody, {"input": {"type": "text"}}, "input.text", "missing"),
         (EmbeddingBody, {"input": ["a", {"type": "image_url"}]}, "input.1.image_url", "missing"),
-        (EmbeddingBody, {"input": [1]}, "input", "token ids are not read here"),
+        (EmbeddingBody, {"input": [1, -2]}, "input.1", "greater than or equal to 0"),
+        (EmbeddingBody, {"input": [[1], "a"]}, "input.1", "valid list"),
     ],
 )
 def test_a_field_is_named_as_the_client_wrote_it(
