@@ -31,6 +31,7 @@ from penjing.core.runtime import screen
 from penjing.core.runtime.fused import fuse_decoder
 from penjing.kernels.cpu import extension
 from penjing.kernels.decoder_step import DecoderStep
+from penjing.serve.runner.kv_pool import PagedCache, allocate_cache
 
 TEXTS, PROMPT, ANSWER, PAGE = ("news", "essays", "german"), 64, 64, 16
 
@@ -92,22 +93,21 @@ def answer(
 ) -> None:
     """Decode after the prompts with each step in turns, each in pages of its own."""
     config, count, pages = loaded.config, len(prompts), (PROMPT + ANSWER) // PAGE
-    shape = len(config.attention_layers), 2, count * pages, config.num_key_value_heads, PAGE, config.head_dim
-    pools = {name: torch.zeros(shape, dtype=torch.float16) for name in steps}
-    last = {name: run(steps[name], torch.tensor(prompts), 0, pools[name]) for name in steps}
+    caches = {name: allocate_cache(config, count * pages, PAGE, "float16") for name in steps}
+    last = {name: run(steps[name], torch.tensor(prompts), 0, caches[name]) for name in steps}
     for at in range(PROMPT, PROMPT + ANSWER - 1):
         for name in sorted(steps, reverse=at % 2 == 0):
             started = now()
-            last[name] = run(steps[name], last[name][:, None], at, pools[name])
+            last[name] = run(steps[name], last[name][:, None], at, caches[name])
             seconds[name].append(now() - started)
         if not torch.equal(last["plain"], last["screened"]):
             raise AssertionError(f"token {at}: {last}")
 
 
-def run(step: DecoderStep, ids_ST: Tensor, before: int, pool: Tensor) -> Tensor:
+def run(step: DecoderStep, ids_ST: Tensor, before: int, cache: PagedCache) -> Tensor:
     """(S,) the tokens that follow, of sequences with `before` tokens in their pages."""
     count, length = ids_ST.shape
-    pages = pool.shape[2] // count
+    pages = cache.pool.shape[2] // count
     positions_ST = before + torch.arange(length).expand(count, length)
     table_SB = torch.arange(count * pages).view(count, pages)
     bounds_S1 = torch.arange(count + 1, dtype=torch.int32) * length
@@ -120,7 +120,8 @@ def run(step: DecoderStep, ids_ST: Tensor, before: int, pool: Tensor) -> Tensor:
         torch.full((count,), before + length, dtype=torch.int32),
         table_SB.int(),
         bounds_S1[1:] - 1,
-        pool,
+        cache.pool,
+        row_pool=cache.rows,
     )[1][:, 0]
 
 

@@ -24,10 +24,9 @@ DIRECTIONS = 64
 """Along which the copy is mended, each for 4 bits of a row. With them SmolLM2 computes 110 of 49,152 logits
 from the head and Gemma 3 180 of 262,144; with half as many 160 and 235, with none 5,400 and 2,200."""
 _LARGEST_SCALE = 1e10  # what screen.cpp multiplies stays finite
+_SMALLEST_SCALE = 1e-15  # and of full precision
 _ROWS = 4096  # of the head at a time
-_ROUNDING = (
-    1e-5  # float32 sums of up to 8,192 products are not further off, relative to the norms of what they multiply
-)
+_ROUNDING = 1e-5  # float32 sums are not further off, relative to the norms of what they multiply
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +53,9 @@ def why_not_screened(head: object, logit_cap: float | None) -> str | None:
         return "logits have a bias or a cap"
     if head.in_features % GROUP or head.in_features < 2 * DIRECTIONS:
         return f"{head.in_features} inputs of the LM head are too few or no multiple of {GROUP}"
-    if not bool((head.scale_N.abs() < _LARGEST_SCALE).all()):
-        return "the LM head has scales that are no numbers"
+    size_N = head.scale_N.abs()
+    if not bool(((size_N == 0) | (size_N > _SMALLEST_SCALE) & (size_N < _LARGEST_SCALE)).all()):
+        return "scales of the LM head are too small, too large or no numbers"
     return None
 
 
@@ -93,7 +93,7 @@ def make_screen(head: PackedInt8, inputs_RE: Tensor) -> Screen:
         directions_DE=directions_DE.contiguous(),
         factors_D=lengths_D**-2,
         lost_V=torch.cat(lost),
-        beside=beside + _ROUNDING,
+        beside=beside + _ROUNDING * float(directions_DE.norm()),
     )
 
 

@@ -11,7 +11,8 @@ constexpr int64_t SCREEN_TILE = 384;  // columns: whole panels of every width
 // Computing a candidate reads as much memory as 4 to 16 columns of a panel, whose cache lines it shares.
 constexpr int64_t COLUMNS_A_CANDIDATE = 32, LEAST_CAPACITY = 64;
 constexpr double ROUNDING = 1e-5;  // above what float32 sums over the directions can be off
-constexpr float LARGEST = 1e10f;  // of what bounds are made of: their products stay finite
+// Of what bounds are made of: their products stay finite, and of full precision.
+constexpr float SMALLEST = 1e-15f, LARGEST = 1e10f;
 
 // Calls `visit(begin, end)` for the member's tiles of columns. Members take turns: tokens that are often the largest stand
 // in the front of a vocabulary, and one that finds none of them would hold many others to be likely.
@@ -127,7 +128,7 @@ void screen_columns(const Ops& ops, const PjScreen& screen, const PjLinear& line
     constexpr float none = -std::numeric_limits<float>::infinity();
     for (int64_t row = 0; row < count; ++row) {
         b.best[row] = b.least[row] = none;
-        b.count[row] = b.reach[row] < LARGEST ? 0 : -1;
+        b.count[row] = b.reach[row] > SMALLEST && b.reach[row] < LARGEST ? 0 : -1;
     }
     Rows extended = rows;
     extended.q = b.q;

@@ -26,8 +26,7 @@ MAX_SCORED_TOKENS = 128  # of a prompt whose tokens are scored, in a step: their
 
 
 class Scheduler:
-    """Decides batches; pure Python, no tensors. `window` is the largest attention window of a model whose layers all
-    have one, else None: blocks before it are released."""
+    """Decides batches; pure Python, no tensors. Blocks before `window`, of `largest_window`, are released."""
 
     def __init__(
         self,
@@ -258,7 +257,10 @@ class Scheduler:
 
 
 def largest_window(model: DecoderConfig) -> int | None:
-    """Tokens that some layer still sees, when every layer has a window; else None."""
-    windows = [model.layer_window(layer) for layer in range(model.num_hidden_layers)]
+    """Tokens that some layer still sees, when every layer has a window or a short convolution; else None."""
+    windows = [
+        model.conv_taps if model.is_conv(layer) else model.layer_window(layer)
+        for layer in range(model.num_hidden_layers)
+    ]
     bounded = [window for window in windows if window is not None]
     return max(bounded) if len(bounded) == len(windows) else None

@@ -142,6 +142,25 @@ def test_the_copy_is_off_by_no_more_than_it_says() -> None:
     assert weight_VK[:, :HIDDEN].sub(head.weight_NK).abs().max() <= 9  # half of the largest step and of a whole number
 
 
+def test_logits_too_small_for_bounds_are_all_computed() -> None:
+    """Below what float32 keeps in full, a bound may be rounded to nothing."""
+    head = make_head()
+    head = replace(head, scale_N=1e-3 * head.scale_N)
+    screen = make_screen(head, inputs_like(100, seed=1))
+    for size in (1e-36, 1e-42, 3e-44, 0.0):
+        check_equal(head, screen, size * inputs_like(60, seed=2), 2)
+
+
+def test_the_bound_holds_what_its_own_sums_are_off() -> None:
+    """Long directions, and a head whose copy lacks little along them."""
+    head = make_head(600)
+    screen = make_screen(head, 1.0 - 2.0 * (draw(DIRECTIONS, HIDDEN) > 0))
+    copy_VK, directions_DE = screen.rough.weight_NK.double(), screen.directions_DE.double()
+    lacks_VE = head.weight_NK - copy_VK[:, :HIDDEN]
+    beside_V = (lacks_VE @ directions_DE.T - copy_VK[:, HIDDEN:]).norm(dim=1) / lacks_VE.norm(dim=1)
+    assert screen.beside - beside_V.max() >= 0.9e-5 * directions_DE.norm()
+
+
 def test_a_row_with_a_nan_says_so(threads: CpuExtension) -> None:
     head = make_head()
     step, inputs_RE = make_step(head), inputs_like(2, seed=2)
@@ -160,6 +179,7 @@ def test_heads_that_are_not_taken() -> None:
         "one scale a token": why_not_screened(replace(head, zero_points=True), None),
         "100 inputs": why_not_screened(prepack_int8(torch.ones(9, 100, dtype=torch.int8), torch.ones(9)), None),
         "no numbers": why_not_screened(replace(head, scale_N=torch.full((70,), torch.nan)), None),
+        "too small": why_not_screened(replace(head, scale_N=torch.full((70,), 1e-40)), None),
     }
     for words, reason in reasons.items():
         assert reason is not None

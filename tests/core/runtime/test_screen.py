@@ -19,12 +19,11 @@ from tests.kernels.cpu import needs_extension
 pytestmark = needs_extension
 MakeCheckpoint = Callable[..., Path]
 PAGE, TOKENS = 16, 48
-
-
 CONVOLUTIONS = {"model_type": "penjing", "layer_types": ("short_conv", "full_attention"), "conv_taps": 3}
+TURNED = {"model_type": "penjing", "table_hadamard": 64}
 
 
-@pytest.fixture(params=[{}, CONVOLUTIONS], ids=["attention", "convolutions"])
+@pytest.fixture(params=[{}, CONVOLUTIONS, TURNED], ids=["attention", "convolutions", "turned table"])
 def model(request: pytest.FixtureRequest, make_tiny_checkpoint: MakeCheckpoint, tmp_path: Path) -> Decoder:
     checkpoint = make_tiny_checkpoint(hidden_size=128, head_dim=16, **request.param)
     return load_model(write_int8_artifact(checkpoint, tmp_path / "int8", quantize_head=True)).model

@@ -36,6 +36,7 @@ PATHS = [
     "kv-bfloat16-window",
     "conv",
     "conv-torch",
+    "conv-window",
     "kv-float16-int8-conv",
 ]
 
@@ -50,6 +51,8 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
             patch.setitem(DEFAULTS, "kv_dtype", request.param.split("-")[1])
         window = 12 if request.param.endswith("window") else None
         changes = CONVOLUTIONS if "conv" in request.param else {}
+        if window is not None and changes:
+            changes = changes | {"layer_types": ("short_conv", "sliding_attention") * 2, "conv_taps": 14}
         yield tiny_model(int8="int8" in request.param.removeprefix("kv-int8"), sliding_window=window, **changes)
 
 
