@@ -186,7 +186,7 @@ def test_conversations_that_a_template_refuses_are_damaged(tmp_path: Path, shard
     tokenizer.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(shards / name, tokenizer)
-    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no orders here') }}{% endif %}"
     template = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"
     (tokenizer / "chat_template.jinja").write_text(template)
     pa = pytest.importorskip("pyarrow")
@@ -194,7 +194,7 @@ def test_conversations_that_a_template_refuses_are_damaged(tmp_path: Path, shard
 
     time = datetime.datetime(2024, 1, 1)
     rows = [[{"role": "user", "content": f"question {number} ", "time": time}] for number in range(300)]
-    for place, message in ((7, {"role": "tool", "content": "2"}), (9, {"role": "user", "content": " "})):
+    for place, message in ((7, {"role": "system", "content": "2"}), (9, {"role": "user", "content": " "})):
         rows[place] = [{**message, "time": time}]
     pq.write_table(pa.table({"messages": [*rows, None]}), tmp_path / "a.parquet")
     notes, out = Notes(), tmp_path / "out"
@@ -204,7 +204,7 @@ def test_conversations_that_a_template_refuses_are_damaged(tmp_path: Path, shard
     assert "left out 3 of 301 documents" in notes.notes[0]
     listed = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
     assert [each["reason"] for each in listed] == [
-        "the chat template rejects them: no tools here",
+        "the chat template rejects them: no orders here",
         "the chat template makes no text of them",
         "messages must be a list of objects with role and content",
     ]
