@@ -8,6 +8,7 @@ from penjing.compress.export.record import ExportRecord, Form
 from penjing.compress.families.base import Exporter, family_at
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.errors import ConfigError, InputError
+from penjing.core.files import check_writable
 from penjing.core.progress import Progress, megabytes
 
 
@@ -46,8 +47,7 @@ def _check_file(out: Path, force: bool, form: Form) -> None:
     if out.is_dir():
         name = {"tensorrt": "model.engine"}.get(form, f"model.{form}")
         raise InputError(f"{out} is a folder; give the name of the file to write, such as {out / name}")
-    if file := next((parent for parent in out.absolute().parents if parent.is_file()), None):
-        raise InputError(f"{file} is a file, so {out} cannot lie in it; choose another place")
+    check_writable(out)
     if out.exists() and not force:
         raise InputError(f"{out} already exists; replace it with --force, or choose another file")
 

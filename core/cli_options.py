@@ -24,10 +24,10 @@ def _refuse_unwritable(file: Path | None) -> Path | None:
     from penjing.core.errors import InputError
     from penjing.core.files import check_writable
 
-    if file is not None and file.is_dir():
-        raise InputError(f"--json {file}: it is a folder; give the name of the file to write")
     if file is not None:
-        check_writable(file.absolute())
+        check_writable(file)
+        if file.is_dir():
+            raise InputError(f"--json {file}: it is a folder; give the name of the file to write")
     return file
 
 

@@ -25,6 +25,7 @@ _NEXT_STEP = {
     errno.EROFS: "the file system is read-only; choose a folder you may write to",
     errno.ENOENT: "no folder can be made there; choose another",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.ELOOP: "a link there leads back to itself; choose another folder",
 }
 _RENAME_EXCHANGE = 2  # renameat2(2)
 _AT_FDCWD = -100
@@ -78,8 +79,8 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
     Every file is flushed to disk before the rename, and siblings left by killed processes are removed at the start.
 
     Args:
-        final: folder to appear; it must not exist (an empty folder counts as absent) unless `replace`. Of a symbolic
-            link it is the place that the link names.
+        final: folder to appear; it must not exist (an empty folder counts as absent) unless `replace`. Links to it are
+            followed.
         replace: swap an existing `final` for the new one and delete the old one after.
         marker: a file that the existing folder must hold to be replaced, so that a mistyped path costs no data.
 
@@ -87,8 +88,8 @@ def publish_folder(final: Path, *, replace: bool = False, marker: str = "penjing
         InputError: `final` exists and may not be replaced, or its path leads through a file.
         SetupError: disk full, no permission.
     """
-    final = Path(os.path.realpath(final)) if final.is_symlink() else final.absolute()
     check_replaceable(final, replace, marker)
+    final = _followed(final)
     with writing(final):
         final.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(final)
@@ -110,22 +111,23 @@ def atomic_write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
         mode: permissions, less those that the umask takes. A secret has 0o600: the umask itself belongs to all threads.
 
     Raises:
-        InputError: `path` is a folder.
+        InputError: `path` is a folder, or leads through a file.
         SetupError: disk full, no permission.
     """
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of the file to write")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; give the name of the file to write")
         try:
+            _followed(path.parent).mkdir(parents=True, exist_ok=True)
             with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
             _sync(path.parent)
-        except FileNotFoundError as error:  # of the temporary name, which says nothing to whoever gave the other
+        except FileNotFoundError as error:  # of a name that says nothing to whoever gave the other
             raise FileNotFoundError(error.errno, error.strerror, str(path)) from error
         finally:
             partial.unlink(missing_ok=True)
@@ -168,37 +170,50 @@ def sha256_file(path: Path) -> str:
 
 
 def check_replaceable(final: Path, replace: bool, marker: str) -> None:
-    """Refuse what `publish_folder` will refuse, before there is anything to publish; `final` is absolute.
+    """Refuse what `publish_folder` will refuse, before there is anything to publish.
 
     Raises:
         InputError: `final` exists and may not be replaced, or its path leads through a file.
         SetupError: nothing may be written there.
     """
-    if file := next((parent for parent in final.parents if parent.is_file()), None):
-        raise InputError(f"{file} is a file, so {final} cannot lie in it; choose another output folder")
-    if final.exists() and not final.is_dir():
-        raise InputError(f"{final} is a file; choose another output folder")
-    if final.exists() and any(final.iterdir()):
+    with writing(final):
+        final = _followed(final)
+        check_writable(final)
+        if final.exists() and not final.is_dir():
+            raise InputError(f"{final} is a file; choose another output folder")
+        if not final.exists() or not any(final.iterdir()):
+            return
         if not replace:
             raise InputError(f"{final} already exists; replace it with --force, or choose another output folder")
         if not (final / marker).exists():
             raise InputError(
                 f"{final} holds no {marker}, so it is not replaced; delete it yourself or choose another output"
             )
-    check_writable(final)
 
 
 def check_writable(path: Path) -> None:
-    """Refuse the absolute `path` where the nearest folder that exists takes nothing, before there is anything to write.
+    """Refuse `path` where the nearest folder that exists takes nothing, before there is anything to write.
 
     Raises:
-        SetupError: no permission, or a disk that is read-only.
+        InputError: its path leads through a file.
+        SetupError: no permission, a disk that is read-only, or links in a circle.
     """
     with writing(path):
-        near = next(parent for parent in path.parents if parent.exists())
+        folder = _followed(path.parent)
+        near = next(each for each in (folder, *folder.parents) if each.exists())
+        if not near.is_dir():
+            raise InputError(f"{near} is a file, so {path} cannot lie in it; choose another place")
         if not os.access(near, os.W_OK | os.X_OK):
             read_only = os.statvfs(near).f_flag & os.ST_RDONLY
             raise OSError(errno.EROFS if read_only else errno.EACCES, "nothing can be made", str(near))
+
+
+def _followed(path: Path) -> Path:
+    """Where `path` lies, behind all links of its path; raises OSError where they lead back to themselves."""
+    found = Path(os.path.realpath(path))
+    if any(each.is_symlink() for each in (found, *found.parents)):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return found
 
 
 def _make_partial(final: Path) -> tuple[Path, int]:

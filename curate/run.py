@@ -68,7 +68,7 @@ def curate_recipe(
 ) -> CorpusReport:
     """`curate` of a recipe in memory; `command`: what the corpus says made it."""
     progress = progress or Silent()
-    check_replaceable(recipe.output.absolute(), force, MANIFEST_NAME)  # before hours of work
+    check_replaceable(recipe.output, force, MANIFEST_NAME)  # before hours of work
     work = recipe.work_folder
     with alone_in(work):
         plan = make_plan(recipe, progress)

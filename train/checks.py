@@ -50,7 +50,7 @@ def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
                 f"{recipe.run_folder} holds checkpoints of an earlier run; "
                 "go on with --resume auto, or start again with --force"
             )
-    check_replaceable(recipe.output.absolute(), True, MANIFEST_NAME)  # not after the last step
+    check_replaceable(recipe.output, True, MANIFEST_NAME)  # not after the last step
 
 
 def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:

@@ -96,7 +96,7 @@ def judged(folder: Path, network: Network, settings: Any, progress: Progress) ->
     batches = list(ExampleData(network).inputs())
     if settings.source is not None:
         split = "test" if settings.data == "held-out" else "train"
-        said = SourceSettings(source=settings.source)
+        said = _unlabelled(settings.source)
         batches = list(source_data(folder, said, HELD_OUT, split, settings.images, BATCH, progress).inputs())
     with torch.no_grad():
         answers = [network(*inputs) for inputs in batches]
@@ -108,7 +108,12 @@ def judged(folder: Path, network: Network, settings: Any, progress: Progress) ->
 
 def named_files(settings: GraphPruning | GraphBits) -> dict[str, dict[str, str]]:
     """See `Measure.files`."""
-    return {} if settings.source is None else {"source": fingerprint(SourceSettings(source=settings.source))}
+    return {} if settings.source is None else {"source": fingerprint(_unlabelled(settings.source))}
+
+
+def _unlabelled(source: str) -> SourceSettings:
+    """No classes are needed, and what is no class is no matter."""
+    return SourceSettings(source=source, labels=False)
 
 
 def to_pruning(folder: Path, settings: GraphPruning, work: WorkFolder, progress: Progress) -> Study:

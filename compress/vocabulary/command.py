@@ -65,7 +65,7 @@ def make_smaller_vocabulary(
     room = tokens_of(keep, checkpoint.config.vocab_size)
     if source.resolve() == out.resolve():
         raise ConfigError(f"{out} is the checkpoint itself; name another folder")
-    check_replaceable(out.absolute(), force, "penjing.json")
+    check_replaceable(out, force, "penjing.json")
     last = foreign_tokens(Tokenizer.from_folder(source), scripts)
     held_out = held_out_texts(source, _by_name(judge), settings)
     used = count_tokens(source, texts, "--text", progress) if texts else Counter[int]()

@@ -29,13 +29,17 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
         return float("inf")
     if not ours.numel():
         return 0.0
+    known = theirs.double()[theirs.isfinite()]
+    scale = known.abs().max().item() if known.numel() else 0.0
+    largest = gaps(ours, theirs).max().item()
+    return largest if largest == 0 or not largest < float("inf") else largest / max(scale, 1e-30)
+
+
+def gaps(ours: Tensor, theirs: Tensor) -> Tensor:
+    """How far each value is from the other, in float64: 0 where both are the same infinity, or no number."""
     one, other = ours.detach().double(), theirs.double()
     same = (one == other) | (one.isnan() & other.isnan())
-    gap = torch.where(same, 0.0, (one - other).abs())
-    known = other[other.isfinite()]
-    scale = known.abs().max().item() if known.numel() else 0.0
-    largest = gap.max().item()
-    return largest if largest == 0 or not largest < float("inf") else largest / max(scale, 1e-30)
+    return torch.where(same, 0.0, (one - other).abs())
 
 
 def farthest(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:

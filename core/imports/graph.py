@@ -119,7 +119,7 @@ def import_graph(
     if not force and kind == "onnx" and was_made_by(out, created_by):
         progress.note(f"{out} already holds {source}: kept (--force makes it again)")
         return out
-    check_replaceable(out.absolute(), force, MANIFEST_NAME)  # before minutes of work
+    check_replaceable(out, force, MANIFEST_NAME)  # before minutes of work
     progress.start(f"importing {source}", 1)
     network, parity = _from_file(source, options) if kind == "onnx" else _from_code(source, kind, options)
     network, gains = simplify(_labelled(network if options.dtype is None else in_float32(network), options))

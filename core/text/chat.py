@@ -171,7 +171,7 @@ def _checked(messages: Any, form: Literal["text", "parts", "both"]) -> list[dict
             continue
         if isinstance(content, list):
             content = "".join(_part_text(part, index) for part in content)
-        if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RequestError(f"messages[{index}].content must be text or a list of text parts (got {content!r:.80})")
         whole = [{"type": "text", "text": content}] if form == "parts" and content is not None else content
         checked.append({**message, "content": whole})

@@ -40,10 +40,10 @@ def with_tools(messages: list[Message], tools: list[Any], *, parts: bool, system
     told = _TOLD.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first = messages[0]
     if first["role"] == "system":
-        return [{**first, "content": _joined(first["content"], f"\n\n{told}")}, *messages[1:]]
+        return [{**first, "content": _content(_joined(first["content"], f"\n\n{told}"), parts)}, *messages[1:]]
     if system:
         return [{"role": "system", "content": _content(told, parts)}, *messages]
-    return [{**first, "content": _joined(f"{told}\n\n", first["content"])}, *messages[1:]]
+    return [{**first, "content": _content(_joined(f"{told}\n\n", first["content"]), parts)}, *messages[1:]]
 
 
 def with_calls(messages: list[Message], *, parts: bool) -> list[Message]:
@@ -75,12 +75,12 @@ def _written(calls: Any, place: int) -> str:
         function = call.get("function", call) if isinstance(call, dict) else None
         given = function if isinstance(function, dict) else {}
         name, arguments = given.get("name"), given.get("arguments")
-        if not isinstance(name, str) or not isinstance(arguments, str | dict):
+        if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
             raise RequestError(
-                f"messages[{place}].tool_calls must be a list of calls, each with a function's name and arguments "
-                f"(got {calls!r:.80})"
+                f"messages[{place}].tool_calls must be a list of calls, each with a function's name and an object of "
+                f"arguments (got {calls!r:.80})"
             )
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         texts.append(f"{CALL_BEGIN}\n{head}{written or '{}'}}}\n{CALL_END}")
     return "\n".join(texts)
@@ -91,7 +91,8 @@ def _content(content: Any, parts: bool) -> Any:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two contents behind each other, each a text or a list of parts."""
+    """Two contents behind each other, each a text, a list of parts or none."""
+    first, second = first or "", second or ""
     if isinstance(first, str) and isinstance(second, str):
         return first + second
     return [*_content(first, True), *_content(second, True)]

@@ -92,7 +92,8 @@ async def answer_embeddings(backend: Backend, request: Request) -> Response:
 
 
 def _check_items(items: list[Given], model: FrontModel, most: int) -> None:
-    """What needs no tokenizer; a text that is longer than the model reads is cut by it, as over gRPC."""
+    """Of items as they came, and of the texts of token ids; a text that is longer than the model reads is cut by it, as
+    over gRPC."""
 
     def wrong(text: str) -> ApiError:
         return ApiError(400, f"input: {text}", code="invalid_value", param="input")
@@ -120,6 +121,7 @@ async def _rows(
         text = f"dimensions: {model.id} has {upstream.dimension}, not {dimensions}; leave it out."
         raise ApiError(400, text, code="unsupported", param="dimensions")
     items = await asyncio.to_thread(_read, items, tokenizer, model)
+    _check_items(items, model, backend.max_prompts)
     ends = time.monotonic() + backend.timeout
     size = model.max_rows or len(items)
     found = np.empty((len(items), upstream.dimension), np.float32)

@@ -13,7 +13,14 @@ import pytest
 
 from penjing.core.cache import cache_dir
 from penjing.core.errors import InputError, SetupError
-from penjing.core.files import atomic_write_bytes, atomic_write_text, check_replaceable, publish_folder, sha256_file
+from penjing.core.files import (
+    atomic_write_bytes,
+    atomic_write_text,
+    check_replaceable,
+    check_writable,
+    publish_folder,
+    sha256_file,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -220,6 +227,48 @@ def test_a_link_leads_to_where_the_folder_is_made(tmp_path: Path) -> None:
             assert link.is_symlink()
             assert (tmp_path / target / "a").read_text() == content
     assert names(tmp_path) == ["absent", "empty", "to-absent", "to-empty"]
+
+
+def test_links_are_followed_before_the_work_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    for name, target in (("one", "other"), ("other", "one"), ("closed", "shut/out"), ("inside", "file/out")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "shut").mkdir()
+    for name in ("one", "one/out"):
+        with pytest.raises(SetupError, match="a link there leads back to itself; choose another folder"):
+            check_replaceable(tmp_path / name, False, "a")
+    with pytest.raises(SetupError, match="a link there leads back to itself; choose another folder"):
+        check_writable(tmp_path / "one" / "a.json")
+    with pytest.raises(InputError, match="file is a file, so"):
+        check_replaceable(tmp_path / "inside", False, "a")
+    monkeypatch.setattr("os.access", lambda path, _: path != tmp_path / "shut")
+    with pytest.raises(SetupError, match="permission is denied"):
+        check_replaceable(tmp_path / "closed", False, "a")
+
+
+def test_a_file_is_written_behind_a_link_to_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("absent")
+    check_writable(tmp_path / "link" / "a")
+    atomic_write_text(tmp_path / "link" / "a", "1")
+    assert (tmp_path / "absent" / "a").read_text() == "1"
+
+
+def test_a_file_in_the_path_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for write in (check_writable, lambda path: atomic_write_text(path, "x")):
+        with pytest.raises(InputError, match=r"file is a file, so .*/a cannot lie in it"):
+            write(tmp_path / "file" / "a")
+
+
+def test_a_folder_that_may_not_be_looked_into_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(SetupError, match="permission is denied"):
+        check_replaceable(tmp_path / "out", True, "a")
 
 
 def test_sha256(tmp_path: Path) -> None:

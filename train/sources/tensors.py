@@ -27,7 +27,7 @@ from penjing.train.sources.source import Label, Source, content_digest
 LABELS = ("labels", "label")
 _UNNAMED = "0"  # the first tensor, by its place
 _MOST = 1 << 20  # samples of a function, which are held in memory
-_kept: ContextVar[dict[tuple[str, bool], Source] | None] = ContextVar("sources_kept", default=None)
+_kept: ContextVar[dict[str, dict[str, NDArray[Any]]] | None] = ContextVar("sources_kept", default=None)
 _BROKEN = (
     OSError,
     ValueError,
@@ -69,17 +69,17 @@ def call_function(spec: str, labels: bool) -> Source:
     """What the function of "file.py:function" yields: batches of inputs, or pairs of such a batch and its labels.
 
     A batch is a tensor, a list of tensors in the order of the network's inputs, or a mapping by their names; axis 0
-    holds the samples. A list with one tensor more ends with the labels, see `with_last_as_labels`.
+    holds the samples. A list with one tensor more ends with the labels, see `with_last_as_labels`; a mapping or a list
+    of tensors in a list is a pair with what follows, as torch's DataLoader collates one.
 
     Raises:
         InputError: the file or function is missing or raises, yields something else, or more than memory holds.
     """
     kept = _kept.get()
-    if kept is None:
-        return _called(spec, labels)
-    if (spec, labels) not in kept:
-        kept[spec, labels] = _called(spec, labels)
-    return kept[spec, labels]
+    arrays = _called(spec) if kept is None or spec not in kept else kept[spec]
+    if kept is not None:
+        kept[spec] = arrays
+    return _rows(spec, arrays, labels)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def with_last_as_labels(source: Source, inputs: int, wanted: bool) -> Source:
     return replace(source, load=load, labels=classes)
 
 
-def _called(spec: str, labels: bool) -> Source:
+def _called(spec: str) -> dict[str, NDArray[Any]]:
     function = user_function(spec)
     batches: list[dict[str, NDArray[Any]]] = []
     samples = held = 0
@@ -140,14 +140,13 @@ def _called(spec: str, labels: bool) -> Source:
     if any(set(batch) != names for batch in batches):
         raise InputError(f"{spec} yields {sorted(names)} first and other names later; yield the same each time")
     try:
-        arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+        return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     except ValueError as error:
         raise InputError(f"{spec} yields batches of different shapes ({error}); make them alike") from None
-    return _rows(spec, arrays, labels)
 
 
 def _batch(item: Any, spec: str) -> dict[str, NDArray[Any]]:
-    inputs, labels = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+    inputs, labels = item if _is_pair(item) else (item, None)
     if isinstance(inputs, Mapping):
         found = {str(name): _numpy(value) for name, value in inputs.items()}
     elif isinstance(inputs, list | tuple):
@@ -162,6 +161,14 @@ def _batch(item: Any, spec: str) -> dict[str, NDArray[Any]]:
     return found
 
 
+def _is_pair(item: Any) -> bool:
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    inputs = item[0]
+    several = isinstance(inputs, list | tuple) and all(isinstance(each, torch.Tensor) for each in inputs)
+    return isinstance(item, tuple) or isinstance(inputs, Mapping) or several
+
+
 def _numpy(value: Any) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -174,7 +181,8 @@ def _numpy(value: Any) -> NDArray[Any]:
 
 def _rows(where: str, arrays: dict[str, NDArray[Any]], wanted: bool) -> Source:
     name = next((name for name in LABELS if name in arrays), None)
-    classes = arrays.pop(name) if name else None
+    classes = arrays[name] if name else None
+    arrays = {other: array for other, array in arrays.items() if other != name}
     if not arrays or any(not isinstance(array, np.ndarray) or not array.ndim for array in arrays.values()):
         raise InputError(f"{where} holds no tensors with a row a sample; name them after the network's inputs")
     sizes = {name: len(array) for name, array in arrays.items()} | ({} if classes is None else {"labels": len(classes)})

@@ -41,6 +41,25 @@ def test_a_graph_in_floating_point_becomes_a_file(folder: Path, tmp_path: Path) 
         export_artifact(folder, "onnx", out, force=False, progress=Silent())
 
 
+class Odd(torch.nn.Module):
+    """Answers an empty tensor, numbers that are none, infinity and what is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        return y[:, :0], torch.log(y * 0 - 1), torch.log(y * 0), y > 0
+
+
+def test_outputs_that_are_empty_or_no_numbers_are_compared(tmp_path: Path) -> None:
+    folder = graph_folder(tmp_path / "odd", Odd(), torch.randn(2, 6))
+    record = export_artifact(folder, "onnx", tmp_path / "odd.onnx", force=False, progress=Silent())
+    assert [(each.num_values, each.largest, each.mean) for each in record.differences] == [(8, 0, 0)] * 3
+    assert (tmp_path / "odd.onnx").exists()
+
+
 def test_a_file_that_answers_otherwise_is_not_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,13 @@ def test_other_samples_under_the_same_name_are_measured_anew(graph: Path, tmp_pa
     assert again["rows"] != first["rows"]
 
 
+def test_labels_that_are_no_classes_are_no_matter(graph: Path, tmp_path: Path) -> None:
+    images = np.random.default_rng(1).standard_normal((20, 3, 16, 16)).astype(np.float32)
+    np.savez(tmp_path / "mine.npz", images=images, labels=np.linspace(0, 1, 20))
+    settings = GraphBits(widths=(3,), source=str(tmp_path / "mine.npz"), images=8)
+    assert TO_BITS.measure(graph, settings, out=tmp_path / "bits")["rows"]
+
+
 def test_the_command(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = str(graph.parent / "images.npz"), tmp_path / "out"
     command = ["compress", "sensitivity", str(graph), "--source", source, "--data", "held-out", "--images", "4"]

@@ -80,7 +80,30 @@ def test_a_conversation_without_tools_stays_as_it_is() -> None:
         assert render(PLAIN, ASKED, tools=tools) == "[user]What is there?"
 
 
-@pytest.mark.parametrize("calls", ["look", [{"function": {"arguments": {}}}], [3], [{"function": {"name": "a"}}]])
+@pytest.mark.parametrize(("role", "template"), [("assistant", NO_SYSTEM), ("system", PLAIN), ("system", OF_PARTS)])
+def test_tools_stand_before_a_first_message_that_says_nothing(role: str, template: str) -> None:
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    first = {"role": role, "content": None, "tool_calls": calls}
+    found = render("{% if tool_calls %}{% endif %}" + template, [first, *ASKED], tools=[LOOK])
+    assert json.dumps(LOOK, ensure_ascii=False) in found.split("[user]")[0]
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}])
+def test_a_call_may_be_without_arguments(arguments: Any) -> None:
+    calls = [{"function": {"name": "look", "arguments": arguments}}]
+    found = render(PLAIN, [*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}])
+    assert found.endswith('[assistant]<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_message_without_content_and_calls_is_refused(calls: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages\[1\]\.content must be text"):
+        render(PLAIN, [*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+@pytest.mark.parametrize(
+    "calls", ["look", [{"function": {"arguments": {}}}], [3], [{"function": {"name": "a", "arguments": [1]}}]]
+)
 def test_calls_that_are_none_are_refused(calls: Any) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]\.tool_calls must be a list of calls"):
         render(PLAIN, [{"role": "assistant", "content": "", "tool_calls": calls}])

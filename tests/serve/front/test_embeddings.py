@@ -100,6 +100,16 @@ def test_token_ids_are_the_models_own(client: openai.OpenAI, grpc: Client, artif
     assert np.array_equal(np.array(one.data[0].embedding, np.float32), grpc.embed(TEXTS[1])[0])
 
 
+def test_token_ids_are_of_a_text_that_may_be_sent(ask: Any, artifact: EncoderArtifact) -> None:
+    marks, one = artifact.tokenizer.rows(["", "python"])
+    before, behind = one[:1], one[-1:]
+    many = [*before, *one[1:-1] * ((1 << 20) // 4), *behind]
+    for ids, message in ((marks, "text 1 is empty."), (many, "at most 1048576 are read; shorten it.")):
+        answer = ask({"model": "encoder", "input": [one, ids]})
+        assert (answer.status, answer.error["param"]) == (400, "input")
+        assert message in answer.error["message"]
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [

@@ -30,6 +30,22 @@ def regression():
     rows = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.zeros(6))
     return torch.utils.data.DataLoader(rows, batch_size=4)
 
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, row):
+        return self.inputs(torch.full((2,), float(row))), row % 3
+
+def named():
+    return torch.utils.data.DataLoader(Rows(lambda row: {"y": row + 1, "x": row}), batch_size=2)
+
+def nested():
+    return torch.utils.data.DataLoader(Rows(lambda row: (row, row + 1)), batch_size=2)
+
 def random():
     for _ in range(4):
         yield torch.randn(8, 2), torch.randint(3, (8,))
@@ -64,6 +80,13 @@ def test_the_batches_of_a_data_loader_end_with_their_labels(mine: Path) -> None:
     assert reader(f"{mine}:two", X, Y, labels=False).targets is None
 
 
+@pytest.mark.parametrize("name", ["named", "nested"])
+def test_a_data_loader_pairs_several_inputs_with_their_labels(mine: Path, name: str) -> None:
+    inputs, targets = reader(f"{mine}:{name}", X, Y).batch([4])
+    assert {name: value.tolist() for name, value in inputs.items()} == {"x": [[4, 4]], "y": [[5, 5]]}
+    assert targets.tolist() == [1]
+
+
 def test_targets_of_a_data_loader_that_are_no_classes_are_refused(mine: Path) -> None:
     with pytest.raises(InputError, match=r"labels are float32\[6\], not one whole number a row.*data.labels = false"):
         reader(f"{mine}:regression", X)
@@ -73,7 +96,10 @@ def test_targets_of_a_data_loader_that_are_no_classes_are_refused(mine: Path) ->
 def test_a_function_is_called_once_where_steps_are_compared(mine: Path) -> None:
     settings = SourceSettings(source=f"{mine}:random")
     with calling_once():
-        assert open_source(settings) is open_source(settings)
+        one, other = open_source(settings), open_source(SourceSettings(source=f"{mine}:random", labels=False))
+    assert [one.digest(index) for index in range(32)] == [other.digest(index) for index in range(32)]
+    assert one.labels is not None
+    assert other.labels is None
     one, other = open_source(settings), open_source(settings)
     assert [one.digest(index) for index in range(32)] != [other.digest(index) for index in range(32)]
 
