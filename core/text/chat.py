@@ -90,9 +90,10 @@ class ChatTemplate:
         """Whether it writes which tools there are. Found by a trial; one that fails says nothing against it."""
         argument = {"type": "string", "description": _PROBE}
         parameters = {"type": "object", "properties": {_PROBE: argument}, "required": [_PROBE]}
-        tool = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": parameters}}
-        found = self._tried([self._message("user", "a")], tools=[tool])
-        return found is None or _PROBE in found
+        function = {"name": _PROBE, "description": _PROBE, "parameters": parameters}
+        kinds = {"type": "function", "function": function}, function  # OpenAI's, and what some templates take instead
+        found = [self._tried([self._message("user", "a")], tools=[tool]) for tool in kinds]
+        return any(text is not None and _PROBE in text for text in found) or found[0] is None
 
     @cached_property
     def writes_calls(self) -> bool:
