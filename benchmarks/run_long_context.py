@@ -247,17 +247,18 @@ def step_rows(config: DecoderConfig, step: DecoderStep, arguments: argparse.Name
     for context in (8192, 16384):
         for kind in KV_DTYPES:
             for name, engine in (("full", EngineConfig()), ("blocks", chooses)):
-                cache = OneSequence.make(config, step, kind, engine, context)
+                sequence = OneSequence.make(config, step, kind, engine, context)
+                cache, blocks = sequence.cache, sequence.blocks
                 if cache.scale is None:
                     cache.pool.normal_()
                 else:
                     cache.pool.random_(-127, 128)
                     cache.scale.uniform_(0.01, 0.02)
-                if cache.blocks is not None:
-                    cache.blocks.summary.random_(-127, 128)
-                    cache.blocks.summary_scale.uniform_(0.005, 0.01)
+                if blocks is not None:
+                    blocks.summary.random_(-127, 128)
+                    blocks.summary_scale.uniform_(0.005, 0.01)
                 places = cycle(range(context - PAGE, context))  # one of them ends a block, which is summed up
-                run = lambda c=cache, p=places: c.run(torch.tensor([7]), next(p), torch.arange(1))  # noqa: E731
+                run = lambda s=sequence, p=places: s.run(torch.tensor([7]), next(p), torch.arange(1))  # noqa: E731
                 cases[f"{context}_{kind}_{name}"] = Case(run, 1, PAGE)
     busy = arguments.clock == "processor"
     rate = Rounds(cases, arguments.rounds, time.process_time if busy else time.perf_counter).rate
