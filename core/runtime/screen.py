@@ -36,11 +36,11 @@ def screen_head(step: DecoderStep, model: Decoder) -> str | None:
         logging.getLogger("penjing").info("all logits are computed: %s", reason)
         return reason
     assert head is not None
-    step.screen(make_screen(head, _inputs(step, model)))
+    step.screen(make_screen(head, random_inputs(step, model)))
     return None
 
 
-def _inputs(step: DecoderStep, model: Decoder) -> Tensor:
+def random_inputs(step: DecoderStep, model: Decoder) -> Tensor:
     """(R, E) what the LM head reads where tokens follow each other at random."""
     config = model.config
     tokens_R = torch.randint(config.vocab_size, (SEQUENCES * TOKENS,), generator=torch.Generator().manual_seed(0))

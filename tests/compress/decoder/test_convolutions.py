@@ -20,14 +20,7 @@ from penjing.core.progress import Silent
 from tests.compress.conftest import write_recipe
 from tests.compress.decoder.test_families import answers
 from tests.conftest import tiny_config
-
-CONV: dict[str, Any] = {
-    "model_type": "penjing",
-    "num_hidden_layers": 3,
-    "layer_types": ("short_conv", "full_attention", "short_conv"),
-    "conv_taps": 3,
-    "qk_norm": True,
-}
+from tests.core.models.test_short_conv import CONV
 
 
 @pytest.fixture
