@@ -302,11 +302,20 @@ def export(
     artifact: Artifact,
     out: Annotated[Path, typer.Argument(help="The file or folder to write.", show_default=False)],
     to: Annotated[
-        Literal["onnx", "tensorrt", "compressed-tensors", "compressed-tensors-weights", "gguf", "model-repository"],
+        Literal[
+            "onnx",
+            "tensorrt",
+            "compressed-tensors",
+            "compressed-tensors-weights",
+            "transformers",
+            "gguf",
+            "model-repository",
+        ],
         typer.Option(
             help="onnx: of a classifier or a graph a file, of a decoder a folder; tensorrt: engine of a classifier; "
             "compressed-tensors: of a decoder, for vLLM and transformers; compressed-tensors-weights: the same with "
-            "activations in floating point (W4A16, W8A16); gguf: Q8_0, Q4_0, Q4_1 or Q4_K of a decoder; "
+            "activations in floating point (W4A16, W8A16); transformers: a decoder in floating point, whatever its "
+            "family, for transformers, vLLM and those who train it on; gguf: Q8_0, Q4_0, Q4_1 or Q4_K of a decoder; "
             "model-repository: a folder for `tritonserver`."
         ),
     ],
@@ -341,6 +350,7 @@ def export(
     - `penjing export build/smollm2-int8 build/smollm2-vllm --to compressed-tensors # for vLLM, transformers`
     - `penjing export build/smollm2-int8 build/smollm2-w8a16 --to compressed-tensors-weights`
     - `penjing export build/smollm2-int8 smollm2.gguf --to gguf # for llama.cpp`
+    - `penjing export build/gemma3 build/gemma3-hf --to transformers # in floating point, as its family again`
     - `penjing export build/resnet-fashion-int8 models --to model-repository --name shoes --set max_batch_size=128`
     - `tritonserver --model-repository=models # serves what the line before wrote`
     """

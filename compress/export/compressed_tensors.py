@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.export.gate import Computed
-from penjing.compress.export.table import names_with_floating_embedding, with_floating_embedding
 from penjing.core.artifact.decoder import DecoderArtifact
-from penjing.core.checkpoint.decoder import TOKENIZER_FILES, Checkpoint, save_checkpoint
+from penjing.core.checkpoint.decoder import TOKENIZER_FILES, Checkpoint
 from penjing.core.errors import InputError, first_line
+from penjing.core.models.hf_config import NATIVE
+from penjing.core.published.save import save_published
+from penjing.core.published.table import names_with_floating_embedding, with_floating_embedding
 from penjing.core.runtime.schemes import (
     EMBEDDING_MODULE,
     INT8_FORMAT,
@@ -46,8 +48,8 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
         InputError: an architecture that only penjing reads.
     """
     source, checkpoint = artifact.checkpoint.folder, artifact.checkpoint
-    check_architecture(checkpoint)
-    if has_int8_embedding(checkpoint.quantization) or has_steps(checkpoint.quantization):
+    quantization = checkpoint.quantization
+    if checkpoint.config.model_type == NATIVE or has_int8_embedding(quantization) or has_steps(quantization):
         _write_anew(checkpoint, folder)
         return
     # The rest, of folders inside, is for penjing alone.
@@ -58,18 +60,9 @@ def write_compressed_tensors(artifact: DecoderArtifact, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def check_architecture(checkpoint: Checkpoint) -> None:
-    """Raise InputError where only penjing reads the architecture."""
-    if checkpoint.config.model_type == "penjing":
-        raise InputError(
-            f"{checkpoint.folder} is an architecture that transformers does not know (layers of different widths, or "
-            "another combination of its own); serve it with penjing, or prune with uniform widths"
-        )
-
-
 def _write_anew(checkpoint: Checkpoint, folder: Path) -> None:
-    """An embedding in INT8 becomes float16 and apart from the LM head, since other engines look up no integers. Weights
-    that are stored in steps become bytes: the same integers, W8A8."""
+    """Names and norms become those of a published family. An embedding in INT8 becomes float16 and apart from the LM
+    head, since other engines look up no integers. Weights that are stored in steps become bytes: the same integers."""
     quantization = dict(checkpoint.quantization or {})
     groups = quantization["config_groups"].items()
     kept = {key: group for key, group in groups if group["targets"] != [EMBEDDING_MODULE]}
@@ -78,13 +71,9 @@ def _write_anew(checkpoint: Checkpoint, folder: Path) -> None:
         kept, quantization["format"] = {key: group | bytes_alone for key, group in kept.items()}, INT8_FORMAT
     quantization["config_groups"] = kept
     untied = {"tie_word_embeddings": False} if has_int8_embedding(checkpoint.quantization) else {}
-    save_checkpoint(
-        folder,
-        checkpoint.config.model_copy(update=untied),
-        _tensors(checkpoint),
-        tokenizer_from=checkpoint.folder,
-        extra_config={"quantization_config": quantization},
-    )
+    config = checkpoint.config.model_copy(update=untied)
+    tensors = _tensors(checkpoint)
+    save_published(folder, config, tensors, tokenizer_from=checkpoint.folder, quantization=quantization)
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -99,16 +88,16 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             yield f"{module}.weight", stepped_int8(*parts).expand()
 
 
-def can_read() -> bool:
-    """Whether the loader is installed."""
-    return find_spec("transformers") is not None and find_spec("compressed_tensors") is not None
+def can_read(*beside: str) -> bool:
+    """Whether the loader is installed, and what it needs beside itself."""
+    return all(find_spec(name) is not None for name in (LOADER, *beside))
 
 
 def cannot_read(checkpoint: Checkpoint) -> str | None:
     """Why the loader cannot read what is written of `checkpoint` here; None: it can."""
     if checkpoint.config.moe is not None:
         return EXPERTS
-    return None if can_read() else NOT_INSTALLED
+    return None if can_read("compressed_tensors") else NOT_INSTALLED
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export import gate as decoder_gate
 from penjing.compress.export.decoder_runtime import read_layers
+from penjing.compress.export.floating import BLIND, FLOATING, export_floating
 from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
 from penjing.compress.export.weights_only import ZERO_POINTS, write_weights_only
@@ -25,8 +26,7 @@ from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, has_steps, offset_group
 
 WEIGHTS_ONLY: Form = "compressed-tensors-weights"
-FOLDERS: tuple[Form, ...] = ("onnx", "compressed-tensors", WEIGHTS_ONLY)
-BLIND = "the decoder alone, which reads text: what it sees with stays in the artifact, which penjing serves"
+FOLDERS: tuple[Form, ...] = ("onnx", "compressed-tensors", WEIGHTS_ONLY, FLOATING)
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # the default: right with any session options, any processor
 
 
@@ -43,6 +43,8 @@ def export_decoder(
             exists.
         SetupError: disk full, no permission.
     """
+    if form == FLOATING:
+        return export_floating(folder, out, force, progress)
     checkpoint, _ = open_decoder_weights(folder)
     _check_four_bits(folder, form, checkpoint.quantization)
     blocks = {"down": checkpoint.config.mlp_hadamard, "table": checkpoint.config.table_hadamard}

@@ -18,6 +18,7 @@ from penjing.compress.decoder.parity import (
     judge_layers,
     run_dequantized,
     run_fake_quantized,
+    tensor_difference,
 )
 from penjing.compress.decoder.stream import LayerStream
 from penjing.core.artifact.decoder import (
@@ -28,7 +29,7 @@ from penjing.core.artifact.decoder import (
     recorded_answers,
     recorded_prompts,
 )
-from penjing.core.artifact.parity import Bound, Difference
+from penjing.core.artifact.parity import Bound, Difference, gate
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.text.tokenizer import Tokenizer
 
@@ -36,6 +37,8 @@ HINT = "nothing was exported. Is the artifact damaged? 'penjing compress verify'
 DEQUANTIZED = "dequantized"
 # The same weights and floating activations on both sides: what is left is the order of sums in float32.
 WEIGHTS_BOUND = Bound(between=(DEQUANTIZED, ""), quantity=LAYER_OUTPUTS, statistic="mean", value=1e-4)
+
+ENDS = 1e-3  # of embedding and logits: a table that is in INT8 here is in float16 there, half of a 2048th away
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,26 @@ def sequences(artifact: DecoderArtifact) -> list[tuple[list[int], int]]:
 
 @torch.no_grad()
 def measure_weights(checkpoint: Checkpoint, loader: str, readings: list[Computed]) -> Difference:
-    """How far the layers of `loader` are from layers with the artifact's weights and floating activations.
+    """How far the layers of `loader` are from layers with the stored weights and floating activations.
+
+    Args:
+        readings: of `prompt_ids(checkpoint)`, in order.
 
     Raises:
-        InputError: a layer's mean difference is beyond `WEIGHTS_BOUND`, or there is NaN.
+        InputError: the mean difference of a layer is beyond `WEIGHTS_BOUND`, that of the embedding or of the logits
+            beyond `ENDS`, or there is NaN.
     """
-    return judge_layers(_gaps(LayerStream(checkpoint), readings, run_dequantized), WEIGHTS_BOUND.of(loader), HINT)
+    stream, bound = LayerStream(checkpoint), WEIGHTS_BOUND.of(loader)
+    head = stream.floating_head()
+    for reading, (ids, _) in zip(readings, prompt_ids(checkpoint), strict=True):
+        ends = {
+            "embedding": (reading.hidden[0], stream.embed(torch.tensor([ids]))[0]),
+            "logits": (reading.logits_TV, head(stream.final_norm(reading.hidden[-1]))),
+        }
+        for name, (found, wanted) in ends.items():
+            difference = tensor_difference(bound.between, LAYER_OUTPUTS, _relative(found, wanted))
+            gate([difference], bound.model_copy(update={"value": ENDS}), f"in the {name}; {HINT}")
+    return judge_layers(_gaps(stream, readings, run_dequantized), bound, HINT)
 
 
 def _gaps(
@@ -86,10 +103,14 @@ def _gaps(
         run(stream, layer, expected)
         found: list[Tensor] = []
         for reading, wanted_1TE in zip(readings, expected, strict=True):
-            size_T1 = wanted_1TE[0].square().mean(dim=-1, keepdim=True).sqrt()
-            found.append(((reading.hidden[layer + 1] - wanted_1TE[0]).abs() / size_T1).flatten())
+            found.append(_relative(reading.hidden[layer + 1], wanted_1TE[0]))
         gaps.append(torch.cat(found))
     return gaps
+
+
+def _relative(found: Tensor, wanted: Tensor) -> Tensor:
+    """Distances of two (T, …), relative to the size of a token's row, in one row."""
+    return ((found - wanted).abs() / wanted.square().mean(dim=-1, keepdim=True).sqrt()).flatten()
 
 
 @torch.no_grad()

@@ -34,12 +34,12 @@ from torch import Tensor
 
 from penjing.compress.decoder.check import linear_modules
 from penjing.compress.export.onnx_builder import GraphBuilder
-from penjing.compress.export.table import with_floating_embedding
 from penjing.compress.quantize.targets import TargetName
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 from penjing.core.progress import Progress
+from penjing.core.published.table import with_floating_embedding
 from penjing.core.runtime.schemes import quantized_modules
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.quantize import ABOVE_INPUTS, LEVELS

@@ -18,7 +18,7 @@ from penjing.core.info import versions
 from penjing.core.manifest import MANIFEST_NAME
 
 RECORD_FILE = "export.json"
-Form = Literal["onnx", "tensorrt", "compressed-tensors", "compressed-tensors-weights", "gguf"]
+Form = Literal["onnx", "tensorrt", "compressed-tensors", "compressed-tensors-weights", "transformers", "gguf"]
 
 
 class ExportRecord(Config):

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penjing.compress.export.compressed_tensors import check_architecture
-from penjing.compress.export.table import names_with_floating_embedding, with_floating_embedding
 from penjing.core.artifact.decoder import QUANT_METHOD
-from penjing.core.checkpoint.decoder import Checkpoint, save_checkpoint
+from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.foreign.layer import WORD
 from penjing.core.models.tensor_names import tensor_shapes
+from penjing.core.published.save import save_published
+from penjing.core.published.table import names_with_floating_embedding, with_floating_embedding
 from penjing.core.runtime.schemes import (
     INT4_FORMAT,
     INT4_WEIGHT_FIELDS,
@@ -47,7 +47,6 @@ def write_weights_only(checkpoint: Checkpoint, folder: Path) -> bool:
     Raises:
         InputError: an architecture that only penjing reads, or offsets that no zero points are.
     """
-    check_architecture(checkpoint)
     assert checkpoint.quantization is not None  # an artifact's
     shapes = tensor_shapes(checkpoint.config)
     linears = [name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")] + ["lm_head"]
@@ -59,12 +58,12 @@ def write_weights_only(checkpoint: Checkpoint, folder: Path) -> bool:
         )
     symmetric = all(_is_symmetric(checkpoint, name, scheme) for name, scheme in schemes.items())
     untied = {"tie_word_embeddings": False} if has_int8_embedding(checkpoint.quantization) else {}
-    save_checkpoint(
+    save_published(
         folder,
         checkpoint.config.model_copy(update=untied),
         _tensors(checkpoint, schemes, symmetric),
         tokenizer_from=checkpoint.folder,
-        extra_config={"quantization_config": _quantization(checkpoint.quantization, schemes, symmetric)},
+        quantization=_quantization(checkpoint.quantization, schemes, symmetric),
     )
     return not symmetric
 

@@ -209,12 +209,25 @@ def save_checkpoint(
         Bytes of all tensors.
     """
     values = decoder_config_to_hf(config, dtype) | (extra_config or {})
+    named = ((stored_name(config, name), tensor) for name, tensor in tensors)
+    return save_folder(folder, values, named, tokenizer_from=tokenizer_from, max_shard_bytes=max_shard_bytes)
+
+
+def save_folder(
+    folder: Path,
+    values: dict[str, Any],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    tokenizer_from: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """`save_checkpoint` of a `config.json` and names that are final."""
     atomic_write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, folder)
     with SafetensorsWriter(folder, max_shard_bytes) as writer:
         for name, tensor in tensors:
-            writer.add(stored_name(config, name), tensor)
+            writer.add(name, tensor)
     return writer.total_bytes
 
 

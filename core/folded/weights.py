@@ -24,7 +24,7 @@ _WRITERS = ("self_attn.o_proj", ".down_proj")
 _OF_EXPERTS = ("mlp.experts.", "mlp.shared_experts.")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _CHOICE = "mlp.e_score_correction_bias"
-_AFTER = ("attention_output_norm.", "mlp_output_norm.")
+AFTER = ("attention_output_norm.", "mlp_output_norm.")
 _BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
 
 
@@ -38,7 +38,7 @@ class FoldedCheckpoint(Checkpoint):
         if "lm_head" in self._fold.outside and f"{self._fold.outside['lm_head']}.weight" not in self._there:
             del self._fold.outside["lm_head"]  # transformers writes its own name since version 5
         self.tensor_names = tuple(part for name in self.tensor_names for part in self._parts_of(name))
-        self._order = _rotary_order(self._fold)
+        self._order = rotary_order(self._fold)
 
     def _read(self, values: dict[str, Any], source: str) -> DecoderConfig:
         self._fold: Fold = fold_from_hf(values, source)
@@ -65,7 +65,7 @@ class FoldedCheckpoint(Checkpoint):
             module, _, kind = name.rpartition(".")
             norm = self.config.head_dim if module.endswith((".q_norm", ".k_norm")) else self.config.hidden_size
             return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
-        theirs, rows = self._place(name)
+        theirs, rows = place(name, self._fold)
         if name.endswith(_CHOICE):
             return (math.prod(super().shape(theirs)),)  # ERNIE's is one row
         first, *others = reversed(super().shape(theirs)) if self._is_transposed(theirs) else super().shape(theirs)
@@ -74,7 +74,7 @@ class FoldedCheckpoint(Checkpoint):
     def dtype(self, name: str) -> str:
         """See `Checkpoint`."""
         if self._holds(name):
-            return super().dtype(self._place(name)[0])
+            return super().dtype(place(name, self._fold)[0])
         module, _, kind = name.rpartition(".")
         return self.dtype(f"{module}.weight" if kind == "bias" else "model.embed_tokens.weight")
 
@@ -95,7 +95,7 @@ class FoldedCheckpoint(Checkpoint):
         """The tensor without what centred norms need."""
         if not self._holds(name):
             return self._changed(name, torch.ones(self.shape(name)))
-        theirs, rows = self._place(name)
+        theirs, rows = place(name, self._fold)
         tensor = super().get(theirs)
         if name.endswith(_CHOICE):
             return tensor.flatten()
@@ -112,18 +112,18 @@ class FoldedCheckpoint(Checkpoint):
         if module.endswith((*_WRITERS, *_TABLES)):
             wide -= wide.mean(dim=1 if module.endswith(_TABLES) else 0, keepdim=True)
         elif "shift" in self._fold.stored:
-            layer, leaf = _split(name)
+            layer, leaf = split_name(name)
             norm = "model.norm" if layer is None else f"model.layers.{layer}.{_norm_before(leaf)}"
             wide += self._plain(f"{module}.weight").double() @ self._shift(norm)
         return wide.to(torch.float32)
 
     def _shift(self, norm: str) -> torch.Tensor:
         """(E,) float64: what a norm of ours adds there, and its factors with it."""
-        return super().get(self._place(f"{norm}.bias")[0]).double()
+        return super().get(place(f"{norm}.bias", self._fold)[0]).double()
 
     def _changed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         fold, config = self._fold, self.config
-        layer, leaf = _split(name)
+        layer, leaf = split_name(name)
         norm = leaf.endswith("norm.weight")
         wide = tensor.to(torch.float64)
         embedding = layer is None and leaf == "model.embed_tokens.weight"
@@ -143,7 +143,7 @@ class FoldedCheckpoint(Checkpoint):
             leaf == "self_attn.q_proj.bias" and not config.qk_norm
         ):
             factor = fold.query
-        elif leaf.startswith(_AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(_WRITERS):
+        elif leaf.startswith(AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(_WRITERS):
             factor = fold.residual * (fold.experts if leaf.startswith(_OF_EXPERTS) else 1.0)
         elif embedding:
             factor = fold.embedding
@@ -153,42 +153,6 @@ class FoldedCheckpoint(Checkpoint):
         if factor == 1.0 and not changed:
             return tensor
         return (wide * factor).to(torch.float32)
-
-    def _place(self, name: str) -> tuple[str, _Rows | None]:
-        """The name in the folder of the tensor `name`, and its rows where it is a part of one."""
-        fold, config = self._fold, self.config
-        layer, leaf = _split(name)
-        module, _, kind = leaf.rpartition(".")
-        if layer is None:
-            module = "model.embed_tokens" if fold.tied and module == "lm_head" else module
-            first = fold.first_position if module == "model.embed_positions" else 0
-            rows = _Rows(first, first + config.max_position_embeddings) if first else None
-            return f"{fold.outside.get(module, module)}.{kind}", rows
-        if leaf in fold.names:
-            return f"{fold.layers}{layer}.{fold.names[leaf]}", None
-        rows = None
-        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        if fold.fused and module in _QKV:
-            at = _QKV.index(module)
-            begin = (0, query, query + key)[at]
-            heads = config.num_key_value_heads if fold.fused_heads else 0
-            rows = _Rows(begin, begin + (key if at else query), heads, config.head_dim, at)
-            module = "self_attn.qkv_proj"
-        elif fold.fused_mlp and module.endswith(_MLP) and _EXPERT.search(module) is None:
-            block, _, part = module.rpartition(".")
-            inner = config.ffn_size(layer)
-            if block != "mlp" and config.moe is not None:
-                inner = config.moe.shared_expert_intermediate_size
-            begin = inner * _MLP.index(part)
-            module, rows = f"{block}.gate_up_proj", _Rows(begin, begin + inner)
-        return f"{fold.layers}{layer}.{self._module_in_folder(module)}.{kind}", rows
-
-    def _module_in_folder(self, module: str) -> str:
-        number = _EXPERT.search(module)
-        if number is None:
-            return self._fold.names.get(module, module)
-        numbered = _EXPERT.sub("*", module)
-        return self._fold.names.get(numbered, numbered).replace("*", number[0])
 
     def _parts_of(self, stored: str) -> list[str]:
         """Our names of what the tensor `stored` holds."""
@@ -220,8 +184,46 @@ class FoldedCheckpoint(Checkpoint):
         return tuple(f"{block}.{part}" for part in _MLP) if together else (module,)
 
 
+def place(name: str, fold: Fold) -> tuple[str, Rows | None]:
+    """The name in the folder of our tensor `name`, and its rows where it is a part of one."""
+    config = fold.config
+    layer, leaf = split_name(name)
+    module, _, kind = leaf.rpartition(".")
+    if layer is None:
+        module = "model.embed_tokens" if fold.tied and module == "lm_head" else module
+        first = fold.first_position if module == "model.embed_positions" else 0
+        rows = Rows(first, first + config.max_position_embeddings) if first else None
+        return f"{fold.outside.get(module, module)}.{kind}", rows
+    if leaf in fold.names:
+        return f"{fold.layers}{layer}.{fold.names[leaf]}", None
+    rows = None
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    if fold.fused and module in _QKV:
+        at = _QKV.index(module)
+        begin = (0, query, query + key)[at]
+        heads = config.num_key_value_heads if fold.fused_heads else 0
+        rows = Rows(begin, begin + (key if at else query), heads, config.head_dim, at)
+        module = "self_attn.qkv_proj"
+    elif fold.fused_mlp and module.endswith(_MLP) and _EXPERT.search(module) is None:
+        block, _, part = module.rpartition(".")
+        inner = config.ffn_size(layer)
+        if block != "mlp" and config.moe is not None:
+            inner = config.moe.shared_expert_intermediate_size
+        begin = inner * _MLP.index(part)
+        module, rows = f"{block}.gate_up_proj", Rows(begin, begin + inner)
+    return f"{fold.layers}{layer}.{_module_in_folder(module, fold)}.{kind}", rows
+
+
+def _module_in_folder(module: str, fold: Fold) -> str:
+    number = _EXPERT.search(module)
+    if number is None:
+        return fold.names.get(module, module)
+    numbered = _EXPERT.sub("*", module)
+    return fold.names.get(numbered, numbered).replace("*", number[0])
+
+
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Rows of a matrix; with `heads` of keys those of queries, keys or values, as `part` says: each head of keys, of
     `size`, has its queries, its keys and its values behind each other."""
 
@@ -272,7 +274,7 @@ def _norm_before(leaf: str) -> str:
     return "input_layernorm" if leaf.startswith("self_attn.") else "post_attention_layernorm"
 
 
-def _split(name: str) -> tuple[int | None, str]:
+def split_name(name: str) -> tuple[int | None, str]:
     """ "model.layers.3.mlp.up_proj.weight" → 3 and "mlp.up_proj.weight"; a name outside layers → None and itself."""
     if not name.startswith("model.layers."):
         return None, name
@@ -282,7 +284,7 @@ def _split(name: str) -> tuple[int | None, str]:
     return int(number), leaf
 
 
-def _rotary_order(fold: Fold) -> torch.Tensor | None:
+def rotary_order(fold: Fold) -> torch.Tensor | None:
     """(head_dim,) which dimension of a head of theirs stands at each place of ours; None: as it is."""
     size = fold.config.head_dim
     rotary = fold.rotary or size

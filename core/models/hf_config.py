@@ -212,7 +212,7 @@ def decoder_config_to_hf(config: DecoderConfig, dtype: str = "float32") -> dict[
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": _one_or_list(config.eos_token_ids),
+        "eos_token_id": one_or_list(config.eos_token_ids),
         "pad_token_id": config.pad_token_id,
     }
     if config.rope_scaling.rope_type != "default":
@@ -381,7 +381,7 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else (None if isinstance(value, list) else value)
 
 
-def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+def one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
     if not ids:
         return None
     return ids[0] if len(ids) == 1 else list(ids)

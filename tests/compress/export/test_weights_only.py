@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from penjing.compress.decoder.int4 import quantize_grouped, whole_range
 from penjing.compress.export import compressed_tensors
-from penjing.compress.export.gate import Computed, measure_weights
+from penjing.compress.export.gate import measure_weights, prompt_ids
 from penjing.compress.export.record import Form
 from penjing.compress.export.weights_only import packed, zero_points
 from penjing.compress.exports import export_artifact
 from penjing.compress.run import run_recipe
 from penjing.core.artifact.decoder import open_decoder_weights
-from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
+from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint, save_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
@@ -57,6 +57,13 @@ def widened(checkpoint: Checkpoint) -> tuple[Decoder, dict[str, torch.Tensor]]:
     for name, parameter in parameters.items():
         parameter.data = weights[name] if name in weights else checkpoint.get(name).float()
     return model.eval(), weights
+
+
+def floats(checkpoint: Checkpoint, folder: Path) -> Path:
+    """`widened` as a folder."""
+    model, _ = widened(checkpoint)
+    save_checkpoint(folder, checkpoint.config, model.state_dict().items())
+    return folder
 
 
 def decompressed(folder: Path, module: str) -> torch.Tensor:
@@ -170,17 +177,20 @@ def test_whole_offsets_are_exact_and_lose_little_more_than_free_ones() -> None:
         whole_range(torch.full((1, 32), 1e5), torch.ones(32))
 
 
-def test_the_gate_refuses_other_weights(tiny_int8: Path) -> None:
+def test_the_gate_refuses_other_weights(tiny_int8: Path, tmp_path: Path) -> None:
     checkpoint, _ = open_decoder_weights(tiny_int8)
-    reading = Computed([torch.ones(5, 64), torch.ones(5, 64), torch.ones(5, 64)], torch.zeros(5, 320))
-    with pytest.raises(InputError, match="parity: loader differs from dequantized"):
-        measure_weights(checkpoint, "loader", [reading])
+    ((ids, _), *_) = pairs = prompt_ids(checkpoint)
+    readings = compressed_tensors.read_sequences(floats(checkpoint, tmp_path), pairs)
+    measure_weights(checkpoint, "loader", readings)
+    readings[0].hidden[1] = torch.ones(len(ids), 64)
+    with pytest.raises(InputError, match=r"parity: loader differs from dequantized .* in layer 0"):
+        measure_weights(checkpoint, "loader", readings)
 
 
 def test_without_the_packages_the_record_says_so(
     tiny_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compressed_tensors, "can_read", lambda: False)
+    monkeypatch.setattr(compressed_tensors, "can_read", lambda *_: False)
     assert _run(["export", str(tiny_int8), str(tmp_path / "out"), "--to", FORM]) == 0
     assert "pip install transformers compressed-tensors" in capsys.readouterr().err
     assert load_model(import_model(str(tmp_path / "out"), tmp_path / "back")).scheme == "int8"
