@@ -1,12 +1,18 @@
-"""Measure how far vLLM's answers are from our engine's, of the same integers; appends rows.
+r"""Measure how far vLLM's answers are from our engine's, of the same integers; appends rows.
 
     bash benchmarks/peers/vllm.sh build/smollm2 model           # its environment and W8A8 folder; once
     bash benchmarks/peers/vllm.sh build/smollm2 model-int4      # its W4A16 folder, and the artifact that it is of
     python benchmarks/run_vllm_answers.py
 
+Gemma 3, whose folder is one of penjing's own until it is exported, is asked with `--forms gemma3-w8a8` after
+
+    penjing compress recipes/gemma3-int8.toml --out build/gemma3-int8-plain \
+        --set steps.0.transform.hadamard_table=0 --set steps.0.transform.hadamard_down=0
+    penjing export build/gemma3-int8-plain build/gemma3-vllm --to compressed-tensors
+
 Both continue 16 prompts of 128 held-out tokens with 64 tokens, greedily, and both read the prompts with our answers
 behind them. Beside that stands what the integers change: the same of our engine on the floating checkpoint. Rows are
-called FORM/WHO/METRIC, FORM `w8a8` or `w4a16`, WHO `vllm` or `floats`:
+called FORM/WHO/METRIC, FORM such as `w8a8`, WHO `vllm` or `floats`:
 
 - `equal_tokens`: share of the 64 tokens before the first that differs, a mean over the prompts.
 - `likeliest`: share of our answers' tokens that are the likeliest there too.
@@ -42,7 +48,12 @@ from penjing.serve.sampling.params import SamplingParams
 
 HOME = Path("build/peers/vllm")
 PYTHON = HOME / "venv/bin/python"
-FORMS = {"w8a8": (ARTIFACT, HOME / "model"), "w4a16": (HOME / "artifact-int4", HOME / "model-int4")}
+FORMS = {
+    "w8a8": (ARTIFACT, HOME / "model", CHECKPOINT),
+    "w4a16": (HOME / "artifact-int4", HOME / "model-int4", CHECKPOINT),
+    "gemma3-w8a8": (Path("build/gemma3-int8-plain"), Path("build/gemma3-vllm"), Path("build/gemma3")),
+}
+"""Name → artifact, folder that vLLM reads, and the checkpoint of both."""
 NEW = 64
 Tokens = list[int]
 
@@ -58,19 +69,17 @@ class Answered:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forms", default=",".join(FORMS), help="names joined by commas")
+    parser.add_argument("--forms", default="w8a8,w4a16", help="names joined by commas")
     parser.add_argument("--threads", type=int, default=1, help="of vLLM; ours takes OMP_NUM_THREADS")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     arguments = parser.parse_args()
     rows: list[Row] = []
-    prompts: list[Tokens] = json.loads(make_prompts(CHECKPOINT).read_text())["p16"]
     for form in arguments.forms.split(","):
-        artifact, folder = FORMS[form]
-        for needed in (PYTHON, artifact, folder):
+        artifact, folder, checkpoint = FORMS[form]
+        for needed in (PYTHON, artifact, folder, checkpoint):
             if not needed.exists():
-                raise SetupError(
-                    f"{needed} is missing; bash benchmarks/peers/vllm.sh build/smollm2 {folder.name} makes it"
-                )
+                raise SetupError(f"{needed} is missing; the commands before this benchmark's own, in --help, make it")
+        prompts: list[Tokens] = json.loads(make_prompts(checkpoint).read_text())["p16"]
         say(f"{form}: our engine")
         engine = our_engine(artifact, len(prompts))
         answers = ask(engine, prompts, NEW)[0]
@@ -80,7 +89,7 @@ def main() -> int:
         there = ask_vllm(folder, prompts, texts, arguments.threads)
         rows += form_rows(f"{form}/vllm", here, there, len(prompts[0]))
         say(f"{form}: our engine on the checkpoint")
-        engine = our_engine(CHECKPOINT, len(prompts))
+        engine = our_engine(checkpoint, len(prompts))
         floats = Answered("penjing FP32", ask(engine, prompts, NEW)[0], ask(engine, texts, 1)[1])
         rows += form_rows(f"{form}/floats", here, floats, len(prompts[0]))
     append("vllm_answers", rows, arguments.results)

@@ -28,7 +28,8 @@ class Spelling:
 
     def __init__(self, fold: Fold, source: str) -> None:
         # a tied head is no tensor of such a folder, and an artifact may have it apart
-        self._fold, self._source = replace(fold, tied=False), source
+        published = {ours: names[0] for ours, names in fold.spelled.items()}
+        self._fold, self._source = replace(fold, tied=False, names=fold.names | published), source
         self._order = rotary_order(fold)
         self._ours: dict[str, dict[int, list[str]]] = {}
         names = dict.fromkeys(name.rpartition(".")[0] for name in tensor_shapes(fold.config))
