@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from penjing.core.artifact.decoder import (
 from penjing.core.artifact.parity import FAKE_QUANTIZED, Bound, Difference, Parity, gate, measured
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
-from penjing.core.models.decoder import Decoder, capped_logits
+from penjing.core.models.decoder import Decoder, capped_logits, table_basis
 from penjing.core.progress import Progress, Silent
 from penjing.core.runtime.fused import fuse_layer
 from penjing.core.runtime.quantized import dequantized
@@ -155,6 +156,19 @@ class _LayerGaps:
         self.gaps.append(relative_gaps(before_WTE, after_WTE, runtime_WTE).flatten())
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What a loader computed of one sequence of T tokens.
+
+    Attributes:
+        hidden: layers + 1 hidden states (T, E) float32, the first before all layers, each next one after its layer.
+        logits_TV: (T, V) float32.
+    """
+
+    hidden: list[Tensor]
+    logits_TV: Tensor  # noqa: N815
+
+
 @torch.no_grad()
 def fake_quantized_logits(
     checkpoint: Checkpoint, windows_WT: Tensor, each_layer: Callable[[int, Tensor, Tensor], None] | None = None
@@ -173,7 +187,7 @@ def fake_quantized_logits(
         run_fake_quantized(stream, layer, (hidden_WTE,))
         if each_layer is not None:
             each_layer(layer, before_WTE, hidden_WTE)
-    logits_WTV = _head_logits(stream, stream.final_norm(hidden_WTE))
+    logits_WTV = _head_logits(stream, table_basis(stream.final_norm(hidden_WTE), stream.config))
     if (bias_V := stream.head_bias()) is not None:
         logits_WTV += bias_V
     return capped_logits(logits_WTV, stream.config)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penjing.compress.export.gate import Computed
+from penjing.compress.decoder.parity import Computed
 from penjing.core.artifact.decoder import DecoderArtifact
 from penjing.core.checkpoint.decoder import TOKENIZER_FILES, Checkpoint
 from penjing.core.errors import InputError, first_line

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penjing.compress.decoder_onnx.graph import write_decoder_onnx
+from penjing.compress.decoder_onnx.runtime import read_layers
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export import gate as decoder_gate
-from penjing.compress.export.decoder_runtime import read_layers
 from penjing.compress.export.floating import BLIND, FLOATING, export_floating
-from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
 from penjing.compress.export.weights_only import ZERO_POINTS, write_weights_only
 from penjing.compress.gguf.architecture import context_length

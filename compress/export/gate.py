@@ -7,13 +7,13 @@ the loader fed to it goes through the fake-quantized layer too, and both outputs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penjing.compress.decoder.parity import (
     PROMPTS,
+    Computed,
     greedy_answer,
     judge_layers,
     run_dequantized,
@@ -39,19 +39,6 @@ DEQUANTIZED = "dequantized"
 WEIGHTS_BOUND = Bound(between=(DEQUANTIZED, ""), quantity=LAYER_OUTPUTS, statistic="mean", value=1e-4)
 
 ENDS = 1e-3  # of embedding and logits: a table that is in INT8 here is in float16 there, half of a 2048th away
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a loader computed of one sequence of T tokens.
-
-    Attributes:
-        hidden: layers + 1 hidden states (T, E) float32, the first before all layers, each next one after its layer.
-        logits_TV: (T, V) float32.
-    """
-
-    hidden: list[Tensor]
-    logits_TV: Tensor  # noqa: N815
 
 
 def prompt_ids(checkpoint: Checkpoint) -> list[tuple[list[int], int]]:

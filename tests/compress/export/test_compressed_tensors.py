@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from penjing.compress.decoder.parity import Computed
 from penjing.compress.export import compressed_tensors
-from penjing.compress.export.gate import Computed, measure, sequences
+from penjing.compress.export.gate import measure, sequences
 from penjing.compress.exports import export_artifact
 from penjing.compress.run import run_recipe
 from penjing.core.artifact.decoder import open_decoder_artifact

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penjing.compress.decoder.parity import Computed
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export.floating import export_floating
-from penjing.compress.export.gate import Computed
 from penjing.compress.exports import export_artifact
 from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.decoder import open_checkpoint

@@ -15,8 +15,8 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import save_file
 
+from penjing.compress.decoder_onnx.graph import write_decoder_onnx
 from penjing.compress.export.compressed_tensors import write_compressed_tensors
-from penjing.compress.export.onnx_decoder import write_decoder_onnx
 from penjing.compress.gguf.architecture import architecture_fields
 from penjing.compress.gguf.write import q8_0, write_gguf
 from penjing.core.artifact.decoder import open_decoder_artifact

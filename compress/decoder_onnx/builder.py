@@ -44,6 +44,19 @@ class GraphBuilder:
         self._nodes.append(helper.make_node(operator, inputs, [output], name=f"{output}/{operator}", **attributes))
         return output
 
+    def cast(self, x: str, kind: int, output: str) -> str:
+        """`x` as another type."""
+        return self.node("Cast", [x], output, to=kind)
+
+    def number(self, value: int | list[int]) -> str:
+        """An int64 constant."""
+        name = "_".join(map(str, value)) if isinstance(value, list) else f"scalar_{value}"
+        return self.constant(f"int64/{name}", np.array(value, np.int64))
+
+    def float(self, value: float) -> str:
+        """A float32 constant."""
+        return self.constant(f"float32/{value!r}", np.array(value, np.float32))
+
     def model(
         self,
         inputs: dict[str, list[Any]],

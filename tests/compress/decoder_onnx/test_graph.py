@@ -15,8 +15,9 @@ import torch
 from onnx import numpy_helper
 
 from penjing.compress.decoder.parity import fake_quantized_logits
-from penjing.compress.export.decoder_runtime import DecoderSession, greedy
-from penjing.compress.export.onnx_decoder import MODEL_FILE, ZERO, write_decoder_onnx
+from penjing.compress.decoder_onnx.graph import MODEL_FILE, write_decoder_onnx
+from penjing.compress.decoder_onnx.linear import ZERO
+from penjing.compress.decoder_onnx.runtime import DecoderSession, greedy
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
@@ -24,6 +25,7 @@ from penjing.core.cli import _run
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.progress import Silent
 from tests.core.artifact.int8_artifact import above_zero_points, quantization_config, write_int8_artifact
+from tests.core.runtime.test_fused import CONFIGS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -33,6 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
 }
+FOLDED = ("turned table", "gemma", "gemma2", "olmo", "hunyuan", "still", "neox", "arcee", "opt", "sub-norms", "sinks")
+VARIANTS |= {name: CONFIGS[name] for name in FOLDED}
 
 
 def exported(folder: Path, out: Path, target: TargetName) -> DecoderSession:

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from penjing.compress.export.gate import Computed
-from penjing.compress.export.onnx_decoder import EMBEDDED, MODEL_FILE, cache_names, layer_output
+from penjing.compress.decoder.parity import Computed
+from penjing.compress.decoder_onnx.graph import EMBEDDED, MODEL_FILE, cache_names, layer_output
 from penjing.core.models.config import DecoderConfig
 from penjing.core.runtime.onnx_runtime import open_graph
 
