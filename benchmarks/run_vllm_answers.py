@@ -6,9 +6,10 @@ r"""Measure how far vLLM's answers are from our engine's, of the same integers; 
 
 Gemma 3, whose folder is one of penjing's own until it is exported, is asked with `--forms gemma3-w8a8` after
 
-    penjing compress recipes/gemma3-int8.toml --out build/gemma3-int8-plain \
-        --set steps.0.transform.hadamard_table=0 --set steps.0.transform.hadamard_down=0
-    penjing export build/gemma3-int8-plain build/gemma3-vllm --to compressed-tensors
+    penjing compress recipes/gemma3-int8.toml --out build/gemma3-int8-keep \
+        --set steps.0.transform.hadamard_table=0 --set steps.0.transform.hadamard_down=0 \
+        --set steps.0.lm_head=keep --set steps.0.embedding_dtype=float16
+    penjing export build/gemma3-int8-keep build/gemma3-vllm --to compressed-tensors
 
 Both continue 16 prompts of 128 held-out tokens with 64 tokens, greedily, and both read the prompts with our answers
 behind them. Beside that stands what the integers change: the same of our engine on the floating checkpoint. Rows are
@@ -40,6 +41,7 @@ from lib.rows import RESULTS, Row, append, new_row
 
 from penjing.core.cli import guarded
 from penjing.core.errors import SetupError
+from penjing.core.text.tokenizer import Tokenizer
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.request import Request, RequestOutput
@@ -51,7 +53,7 @@ PYTHON = HOME / "venv/bin/python"
 FORMS = {
     "w8a8": (ARTIFACT, HOME / "model", CHECKPOINT),
     "w4a16": (HOME / "artifact-int4", HOME / "model-int4", CHECKPOINT),
-    "gemma3-w8a8": (Path("build/gemma3-int8-plain"), Path("build/gemma3-vllm"), Path("build/gemma3")),
+    "gemma3-w8a8": (Path("build/gemma3-int8-keep"), Path("build/gemma3-vllm"), Path("build/gemma3")),
 }
 """Name → artifact, folder that vLLM reads, and the checkpoint of both."""
 NEW = 64
@@ -79,7 +81,8 @@ def main() -> int:
         for needed in (PYTHON, artifact, folder, checkpoint):
             if not needed.exists():
                 raise SetupError(f"{needed} is missing; the commands before this benchmark's own, in --help, make it")
-        prompts: list[Tokens] = json.loads(make_prompts(checkpoint).read_text())["p16"]
+        begin = list(Tokenizer.from_folder(checkpoint).encode(""))  # as texts of this tokenizer do
+        prompts: list[Tokens] = [begin + ids for ids in json.loads(make_prompts(checkpoint).read_text())["p16"]]
         say(f"{form}: our engine")
         engine = our_engine(artifact, len(prompts))
         answers = ask(engine, prompts, NEW)[0]

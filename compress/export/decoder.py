@@ -16,6 +16,7 @@ from penjing.compress.export.weights_only import ZERO_POINTS, write_weights_only
 from penjing.compress.gguf.architecture import context_length
 from penjing.compress.gguf.write import write_gguf
 from penjing.compress.quantize.targets import TARGETS, TargetName
+from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.decoder import DecoderArtifact, open_decoder_artifact, open_decoder_weights
 from penjing.core.artifact.onnx import ONNX_RUNTIME
 from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer
@@ -45,6 +46,11 @@ def export_decoder(
     """
     if form == FLOATING:
         return export_floating(folder, out, force, progress)
+    if not is_artifact(folder):
+        raise InputError(
+            f"{folder} is in floating point, and {form} is for artifacts, which 'penjing compress' makes; export --to "
+            f"{FLOATING} writes it for transformers and vLLM as it is"
+        )
     checkpoint, _ = open_decoder_weights(folder)
     _check_four_bits(folder, form, checkpoint.quantization)
     blocks = {"down": checkpoint.config.mlp_hadamard, "table": checkpoint.config.table_hadamard}
