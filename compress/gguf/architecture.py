@@ -1,7 +1,7 @@
 """What a GGUF file says of a decoder's architecture: its metadata, and the tensor of its rotary frequencies.
 
 Sources: the GGUF specification (ggml-org/ggml, docs/gguf.md), and llama.cpp for what each architecture computes.
-`core/imports/gguf.py` reads the same back.
+`core/gguf/file.py` reads the same back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_names import (
+from penjing.core.gguf.names import (
     EXPERTS,
     LLAMA3_FIELDS,
     LONG_FACTORS,

@@ -4,7 +4,7 @@ artifact's own integers.
 Q8_0 stores 32 values a block with a float16 scale. A row's scale is repeated for each of its blocks, so the integers
 are those of the artifact; only scales are rounded, to 11 bits (small ones to 9). Activations are llama.cpp's affair: it
 rounds them to 8 bits block by block where the artifact's own runtime does so token by token. Source: the GGUF
-specification (ggml-org/ggml, docs/gguf.md); `core/imports/gguf.py` reads the same back.
+specification (ggml-org/ggml, docs/gguf.md); `core/gguf/file.py` reads the same back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penjing.compress.gguf.tokenizer import tokenizer_fields
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.files import check_room
-from penjing.core.imports.gguf_names import ANY, PAIRED, expert_of, gguf_name_of
+from penjing.core.gguf.names import ANY, PAIRED, expert_of, gguf_name_of
 from penjing.core.progress import Progress
 from penjing.core.runtime.embedding import stored_table
 from penjing.core.runtime.schemes import has_int8_embedding

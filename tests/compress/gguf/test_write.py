@@ -24,7 +24,7 @@ from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_names import gguf_name_of
+from penjing.core.gguf.names import gguf_name_of
 from penjing.core.imports.importer import import_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import at_context, usual_context
@@ -32,7 +32,7 @@ from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.gguf.artifacts import FAMILIES, LONGROPE, MOE, YARN, make_int8
 from tests.conftest import tiny_config
-from tests.core.imports.gguf_files import transformers_model
+from tests.core.gguf.gguf_files import transformers_model
 from tests.disk import run_in
 
 

@@ -11,11 +11,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf import GgufFile
+from penjing.core.gguf.file import GgufFile
 from penjing.core.imports.importer import import_model
 from penjing.core.models.config import DecoderConfig
 from tests.conftest import tiny_tokenizer_fields
-from tests.core.imports import gguf_files
+from tests.core.gguf import gguf_files
 
 NAMES = {  # of transformers, in place of ours
     "post_attention_layernorm": "post_attention_norm",

@@ -10,7 +10,7 @@ import numpy as np
 
 from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.imports.gguf_names import (
+from penjing.core.gguf.names import (
     LLAMA3_FIELDS,
     LONG_FACTORS,
     PAIRED,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_metadata import Metadata
-from penjing.core.imports.gguf_names import (
+from penjing.core.gguf.metadata import Metadata
+from penjing.core.gguf.names import (
     END_OF_TURN,
     EXPERTS,
     GEMMA,

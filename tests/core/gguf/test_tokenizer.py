@@ -16,13 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.gguf.tokenizer import tokenizer_from_gguf
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Silent
 from penjing.core.text.corpus import calibration_text
 from penjing.core.text.tokenizer import Tokenizer
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
-from tests.core.imports.gguf_files import write_gguf
+from tests.core.gguf.gguf_files import write_gguf
 from tests.core.text.texts import real_texts, texts
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

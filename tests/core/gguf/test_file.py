@@ -17,13 +17,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf import GgufFile
+from penjing.core.gguf.file import GgufFile
 from penjing.core.imports.importer import import_model
 from penjing.core.layers.settings import RopeScaling
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Silent
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
-from tests.core.imports.gguf_files import gguf_name, transformers_model, write_gguf
+from tests.core.gguf.gguf_files import gguf_name, transformers_model, write_gguf
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 FAMILIES: dict[str, dict[str, Any]] = {
