@@ -72,7 +72,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
         torch.testing.assert_close(load_model(out).model(tokens), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_soft_caps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_of_logits_is_read_and_one_of_scores_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "tiny.gguf", monkeypatch, {"gemma3.final_logit_softcapping": 30.0})
-    with pytest.raises(InputError, match=r"final_logit_softcapping=30\.0 is not supported"):
-        GgufFile(tmp_path / "tiny.gguf")
+    assert GgufFile(tmp_path / "tiny.gguf").config.logit_cap == 30.0
+    write(tmp_path / "other.gguf", monkeypatch, {"gemma3.attn_logit_softcapping": 50.0})
+    with pytest.raises(InputError, match=r"attn_logit_softcapping=50\.0 is not supported"):
+        GgufFile(tmp_path / "other.gguf")
