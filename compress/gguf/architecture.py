@@ -66,7 +66,8 @@ def written_as(config: DecoderConfig, source: str) -> Written:
         InputError: no architecture computes it, and what the nearest has otherwise; `source` names the artifact.
     """
     kind = _KINDS.get(config.model_type, config.model_type)
-    known = sorted(ARCHITECTURES.values(), key=lambda each: each.kind != kind)  # keeps the order of the table
+    able = [each for each in ARCHITECTURES.values() if (each.dense if config.moe is None else each.experts is not None)]
+    known = sorted(able, key=lambda each: each.kind != kind)  # keeps the order of the table
     refused: list[tuple[str, list[str]]] = []
     for here in known:
         written = _as(here, config)
@@ -93,25 +94,24 @@ def context_length(config: DecoderConfig, here: Architecture) -> int:
 def _departures(written: Written, config: DecoderConfig) -> list[str]:
     """In what a file of this architecture would be another network, as NAME=VALUE."""
     here, fold, name = written.architecture, written.fold, written.architecture.name
+    found: list[str] = []
     if here.square and config.num_attention_heads * config.head_dim != config.hidden_size:
-        return [f"head_dim={config.head_dim} of {config.num_attention_heads} heads in a width of {config.hidden_size}"]
+        found.append(f"head_dim={config.head_dim}, whose heads are not as wide as the stream together")
     if here.tied is not None and here.tied != (fold.config.tie_word_embeddings or fold.tied):
-        return [f"tie_word_embeddings={config.tie_word_embeddings}"]
+        found.append(f"tie_word_embeddings={config.tie_word_embeddings}")
     if (scaling := config.rope_scaling).rope_type not in here.scalings | {"dynamic"}:
-        return [f"rotary scaling {scaling.rope_type!r}"]
-    if config.moe is not None and here.experts is None:
-        return ["experts"]
-    biases = [field for part, field in _BIASES.items() if getattr(config, field) and part not in here.biases]
-    if biases and "shift" not in here.stored:
-        return [f"{field}=True" for field in biases]
+        found.append(f"rotary scaling {scaling.rope_type!r}")
+    if "shift" not in here.stored:
+        biases = {field for part, field in _BIASES.items() if getattr(config, field) and part not in here.biases}
+        found += [f"{field}=True" for field in sorted(biases)]
     shape = SimpleNamespace(shape=(config.hidden_size, config.vocab_size))
     tensors: dict[str, Any] = {tensor_of(each)[0]: shape for each in stored_names(written)}
     tensors |= {each: SimpleNamespace(data=data) for each, data in written.divisors.items()}
     try:
         read = GgufNetwork(Path(name), {"general.architecture": name, **written.fields}, tensors)
     except InputError as error:
-        return [str(error).removeprefix(f"{name}: ")]
-    return differences(config, fold.config, read.config)
+        return found or [str(error).removeprefix(f"{name}: ")]
+    return found + differences(config, fold.config, read.config)
 
 
 def stored_names(written: Written) -> dict[str, list[str]]:

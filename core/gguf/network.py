@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Fold, typed
+from penjing.core.folded.fold import Fold, of_known_type
 from penjing.core.gguf.architecture import IN_LAYER, OUTSIDE, Architecture
 from penjing.core.gguf.metadata import Metadata
 from penjing.core.gguf.names import END_OF_TURN
@@ -280,10 +280,10 @@ def fold_of(
 def _named(made: DecoderConfig, kind: str, usual: str) -> DecoderConfig:
     """`made` as the type `kind` if it is one, else as another that has it."""
     if usual == NATIVE or made.departures():
-        return typed(made)
+        return of_known_type(made)
     candidate = made.model_copy(update={"model_type": kind})
     try:
         decoder_config_to_hf(candidate)
     except InputError:
-        return typed(made)
+        return of_known_type(made)
     return candidate
