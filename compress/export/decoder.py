@@ -141,7 +141,7 @@ def _weights_only(checkpoint: Checkpoint, partial: Path, progress: Progress) -> 
 
 def _gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> ExportRecord:
     config = checkpoint.config
-    context = context_length(config, written_as(config, str(checkpoint.folder)).architecture)
+    context = context_length(config, written_as(config, str(checkpoint.folder))[0].architecture)
     shorter = context < config.max_position_embeddings
     cut = f"the context is cut to the window of {context} tokens: llama.cpp has no windows here"
     rounded = "the table of embedding and LM head is rounded once more: to blocks of 32, without the smoothing"

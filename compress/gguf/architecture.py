@@ -59,8 +59,9 @@ class Written:
     fold: Fold
 
 
-def written_as(config: DecoderConfig, source: str) -> Written:
-    """How `config` is written, in its first `context_length` tokens.
+def written_as(config: DecoderConfig, source: str) -> list[Written]:
+    """How `config` may be written, in its first `context_length` tokens, the best first: where it has its type's own
+    architecture that one, then as the table goes.
 
     Raises:
         InputError: no architecture computes it, and what the nearest has otherwise; `source` names the artifact.
@@ -68,14 +69,11 @@ def written_as(config: DecoderConfig, source: str) -> Written:
     kind = _KINDS.get(config.model_type, config.model_type)
     able = [each for each in ARCHITECTURES.values() if (each.dense if config.moe is None else each.experts is not None)]
     known = sorted(able, key=lambda each: each.kind != kind)  # keeps the order of the table
-    refused: list[tuple[str, list[str]]] = []
-    for here in known:
-        written = _as(here, config)
-        found = _departures(written, config)
-        if not found:
-            return written
-        refused.append((here.name, found))
-    name, found = min(refused, key=lambda each: len(each[1]))
+    tried = [_as(here, config) for here in known]
+    found_in = [(each.architecture.name, _departures(each, config)) for each in tried]
+    if fitting := [each for each, (_, found) in zip(tried, found_in, strict=True) if not found]:
+        return fitting
+    name, found = min(found_in, key=lambda each: len(each[1]))
     raise InputError(
         f"{source} has {' and '.join(found)}, which {name} has not, the nearest architecture of GGUF, and so it is not "
         "written as GGUF; penjing serves the artifact as it is"
@@ -131,7 +129,8 @@ def stored_names(written: Written) -> dict[str, list[str]]:
 def _as(here: Architecture, config: DecoderConfig) -> Written:
     """`config` as a network of that architecture, whether it is one or not."""
     shift = {"qkv", "mlp", "head"} if "shift" in here.stored else set[str]()
-    wider = {_BIASES[part]: True for part in (*here.needed, *shift)}
+    wider = {field: False for part, field in _BIASES.items() if part not in here.biases}  # `_departures` tells of them
+    wider |= {_BIASES[part]: True for part in (*here.needed, *shift)}
     whole = config.model_copy(update=wider)
     there = {part for part, field in _BIASES.items() if getattr(whole, field) and part in here.biases}
     tied = here.layer_norm and here.tied is True

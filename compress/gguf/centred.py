@@ -34,17 +34,13 @@ def check_mean(names: Iterable[str], tensor: Callable[[str], Tensor], source: st
             )
 
 
-def shift_of(
-    name: str, biases: Sequence[str], tensor: Callable[[str], Tensor], refuse: Callable[[str], None]
-) -> Tensor | None:
-    """(E,) what a norm adds of which the `biases` are the products with their layers' weights; None: there are none.
+def shift_of(biases: Sequence[str], tensor: Callable[[str], Tensor], refuse: Callable[[str], None]) -> Tensor:
+    """(E,) what a norm adds of which the `biases` are the products with their layers' weights.
 
     Args:
         tensor: name → its values in float32.
         refuse: raises InputError for what there is no place for.
     """
-    if not biases:
-        return None
     weight = torch.cat([tensor(f"{bias.removesuffix('bias')}weight") for bias in biases]).double()
     bias = torch.cat([tensor(each) for each in biases]).double()
     gram = weight.t() @ weight

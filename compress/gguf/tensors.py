@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penjing.compress.gguf.architecture import Written, stored_names
 from penjing.compress.gguf.blocks import BLOCK, q8_0
-from penjing.compress.gguf.centred import check_mean, shift_of
+from penjing.compress.gguf.centred import LARGEST_REST, check_mean, shift_of
 from penjing.compress.gguf.four_bits import four_bit_blocks, near_halves
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
@@ -35,7 +35,7 @@ class WrittenTensors:
     """
 
     def __init__(self, checkpoint: Checkpoint, written: Written) -> None:
-        self._checkpoint, self._written = checkpoint, written
+        self._checkpoint, self.written = checkpoint, written
         self._fold, self._placement = written.fold, Placement(written.fold)
         self._shapes = tensor_shapes(written.fold.config)
         self._there = frozenset(checkpoint.tensor_names)
@@ -44,15 +44,17 @@ class WrittenTensors:
         if written.architecture.layer_norm:
             check_mean(self._shapes, self._float, str(checkpoint.folder))
         self._check_left_out()
+        self._check_shared()
+        self._shifts = self._find_shifts()
 
     def __iter__(self) -> Iterator[tuple[str, NDArray[Any], Any]]:
         """Name in the file, bytes and type of every tensor, one at a time."""
         import gguf
 
-        for name, divisors in self._written.divisors.items():
+        for name, divisors in self.written.divisors.items():
             yield name, divisors, gguf.GGMLQuantizationType.F32
         stacks: dict[str, list[str]] = {}
-        for theirs, ours in stored_names(self._written).items():
+        for theirs, ours in stored_names(self.written).items():
             stack, expert = tensor_of(theirs)
             if expert is None:
                 yield theirs, *self._joined(theirs, ours)
@@ -71,16 +73,7 @@ class WrittenTensors:
             parts = [self._tensor(name) for name in ours]
             self._check_kinds(theirs, parts)
             return np.concatenate([data for data, _ in parts]), parts[0][1]
-        if HEAD in ours:  # whose rows have a mean that the first norm takes away
-            head, table = self._float(HEAD), self._float(EMBEDDING)
-            centred = head - head.mean(dim=1, keepdim=True)
-            if (centred - table).norm() > 2e-2 * table.norm():
-                self._refuse("an LM head that is not its embedding")
-            return self._tensor(HEAD)
-        first, *others = (self._float(name) for name in ours)
-        if any(not torch.allclose(first, other, rtol=1e-3, atol=1e-6) for other in others):
-            self._refuse(f"different tensors {' and '.join(ours)}")
-        return self._tensor(ours[0])
+        return self._tensor(HEAD if HEAD in ours else ours[0])
 
     def _check_kinds(self, theirs: str, parts: list[Block]) -> None:
         if len({kind for _, kind in parts}) > 1:
@@ -100,9 +93,30 @@ class WrittenTensors:
                 if not torch.allclose(tensor, torch.full_like(tensor, float(norm)), atol=1e-6):
                     self._refuse(name)
 
+    def _check_shared(self) -> None:
+        """Raise InputError if tensors differ that are one in the file. Of an LM head that is the embedding the first
+        norm takes away the mean of each row."""
+        for ours in stored_names(self.written).values():
+            if len(ours) == 1 or ours[0] not in self._shapes or self._placement.place(ours[0])[1] is not None:
+                continue
+            if HEAD in ours:
+                head, table = self._float(HEAD), self._float(EMBEDDING)
+                if (head - head.mean(dim=1, keepdim=True) - table).norm() > LARGEST_REST * table.norm():
+                    self._refuse("an LM head that is not its embedding")
+                continue
+            first, *others = (self._float(name) for name in ours)
+            if any(not torch.allclose(first, other, rtol=1e-3, atol=1e-6) for other in others):
+                self._refuse(f"different tensors {' and '.join(ours)}")
+
+    def _find_shifts(self) -> dict[str, Tensor]:
+        """Name of a norm's bias → what it adds where biases behind it have no place in the file."""
+        names = [name for ours in stored_names(self.written).values() for name in ours if name not in self._shapes]
+        lost = {name: self._lost_biases(name) for name in names}
+        return {name: shift_of(biases, self._float, self._refuse) for name, biases in lost.items() if biases}
+
     def _refuse(self, what: str) -> None:
         raise InputError(
-            f"{self._checkpoint.folder} has {what}, which {self._written.architecture.name}, the GGUF architecture of "
+            f"{self._checkpoint.folder} has {what}, which {self.written.architecture.name}, the GGUF architecture of "
             "the rest of it, has not, and so it is not written as GGUF; penjing serves the artifact as it is"
         )
 
@@ -128,8 +142,7 @@ class WrittenTensors:
         if factor is not None and order is not None and len(factor) > 1:
             factor = factor[order]
         if name not in self._shapes:  # the bias of a norm
-            shift = shift_of(name, self._lost_biases(name), self._float, self._refuse)
-            shift = torch.zeros(self._fold.config.hidden_size) if shift is None else shift
+            shift = self._shifts.get(name, torch.zeros(self._fold.config.hidden_size))
             return shift.numpy(), gguf.GGMLQuantizationType.F32
         if self._smoothed and name in (EMBEDDING, FINAL_NORM):
             return self._without_smoothing(name, factor)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penjing.compress.gguf.architecture import written_as
+from penjing.compress.gguf.architecture import Written, written_as
 from penjing.compress.gguf.blocks import BLOCK
 from penjing.compress.gguf.tensors import BESIDE, WrittenTensors
 from penjing.compress.gguf.tokenizer import tokenizer_fields
@@ -34,10 +34,9 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
 
     config, source = checkpoint.config, str(checkpoint.folder)
     _check_blocks(checkpoint)  # before minutes of work
-    written = written_as(config, source)
-    fields = written.fields | tokenizer_fields(checkpoint.folder, config)
-    tensors = WrittenTensors(checkpoint, written)
-    writer = gguf.GGUFWriter(out, written.architecture.name)
+    tensors = _first_that_holds(checkpoint, written_as(config, source))
+    fields = tensors.written.fields | tokenizer_fields(checkpoint.folder, config)
+    writer = gguf.GGUFWriter(out, tensors.written.architecture.name)
     for key, value in fields.items():
         _add(writer, key, value)
     progress.start("writing GGUF", len(checkpoint.tensor_names))
@@ -59,6 +58,21 @@ def write_gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> None:
                 file.write(bytes(1 << 16))
         raise
     _check_written(tensors, out)
+
+
+def _first_that_holds(checkpoint: Checkpoint, written: list[Written]) -> WrittenTensors:
+    """The tensors as the first of `written` that has a place for all of them.
+
+    Raises:
+        InputError: none has; what the first one lacks.
+    """
+    errors: list[InputError] = []
+    for each in written:
+        try:
+            return WrittenTensors(checkpoint, each)
+        except InputError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _check_blocks(checkpoint: Checkpoint) -> None:

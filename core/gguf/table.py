@@ -132,6 +132,18 @@ _CENTRED = (
         names=_GATELESS,
     ),
     Architecture(
+        "phi2",
+        fields=_GELU | {"parallel": True},
+        biases=_ALL | HEAD,
+        needed=OUT | MLP | HEAD,
+        layer_norm=True,
+        stored=_SHIFTED,
+        tied=False,
+        partial=True,
+        square=True,
+        names=_GATELESS | _ONE_NORM,
+    ),
+    Architecture(
         "gptneox",
         fields=_GELU | {"activation": "gelu"},
         biases=_ALL,
@@ -144,18 +156,6 @@ _CENTRED = (
         fused=True,
         names=_GATELESS,
         flags={"use_parallel_residual": ("parallel", True)},
-    ),
-    Architecture(
-        "phi2",
-        fields=_GELU | {"parallel": True},
-        biases=_ALL | HEAD,
-        needed=OUT | MLP | HEAD,
-        layer_norm=True,
-        stored=_SHIFTED,
-        tied=False,
-        partial=True,
-        square=True,
-        names=_GATELESS | _ONE_NORM,
     ),
     Architecture(
         "nemotron",
@@ -192,6 +192,6 @@ _CENTRED = (
     ),
 )
 ARCHITECTURES: dict[str, Architecture] = {each.name: each for each in (*_PLAIN, *_AROUND, *_CENTRED)}
-"""general.architecture → what it is; a network is written as the first that computes it."""
+"""general.architecture → what it is; a network is written as the first that computes it and holds its tensors."""
 SPELLED = {"mistral": "llama"}
 """Other names of architectures in files."""

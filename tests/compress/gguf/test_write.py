@@ -75,9 +75,9 @@ def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path)
     constants = {constant.name: numpy_helper.to_array(constant) for constant in model.graph.initializer}
     blocks = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     checkpoint, compared = open_checkpoint(tmp_path / "compressed"), 0
-    written = stored_names(written_as(checkpoint.config, "artifact"))
+    written = stored_names(written_as(checkpoint.config, "artifact")[0])
     place_of = {name: theirs for theirs, ours in written.items() for name in ours}
-    written = stored_names(written_as(checkpoint.config, "artifact"))
+    written = stored_names(written_as(checkpoint.config, "artifact")[0])
     place_of = {name: theirs for theirs, ours in written.items() for name in ours}
     for name in checkpoint.tensor_names:
         if checkpoint.dtype(name) != "I8":
@@ -254,7 +254,7 @@ def dequantized(checkpoint: Checkpoint, context: int | None = None) -> Decoder:
             {"model_type": "qwen3_moe", "qk_norm": True, "moe": MOE | {"mlp_only_layers": (1,)}},
             r"experts with mlp_only_layers=\(1,\)",
         ),
-        ({"qk_norm": True, "attention_output_bias": True, "moe": MOE}, "has qk_norm=True, which llama"),
+        ({"qk_norm": True, "attention_output_bias": True, "moe": MOE}, "attention_output_bias=True, which qwen3moe"),
         (
             {"model_type": "qwen3", "qk_norm": True, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "has rotary scaling 'llama3', which qwen3",
