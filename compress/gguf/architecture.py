@@ -31,6 +31,7 @@ from penjing.core.gguf.network import EMBEDDING, GgufNetwork, fold_of
 from penjing.core.gguf.table import ARCHITECTURES
 from penjing.core.layers.settings import RopeScaling
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
 from penjing.core.models.tensor_names import tensor_shapes
 
@@ -68,7 +69,7 @@ def written_as(config: DecoderConfig, source: str) -> list[Written]:
     """
     kind = _KINDS.get(config.model_type, config.model_type)
     able = [each for each in ARCHITECTURES.values() if (each.dense if config.moe is None else each.experts is not None)]
-    known = sorted(able, key=lambda each: each.kind != kind)  # keeps the order of the table
+    known = sorted(able, key=lambda each: kind == NATIVE or each.kind != kind)  # keeps the order of the table
     tried = [_as(here, config) for here in known]
     found_in = [(each.architecture.name, _departures(each, config)) for each in tried]
     if fitting := [each for each, (_, found) in zip(tried, found_in, strict=True) if not found]:
@@ -99,6 +100,8 @@ def _departures(written: Written, config: DecoderConfig) -> list[str]:
         found.append(f"tie_word_embeddings={config.tie_word_embeddings}")
     if (scaling := config.rope_scaling).rope_type not in here.scalings | {"dynamic"}:
         found.append(f"rotary scaling {scaling.rope_type!r}")
+    if config.learned_positions and context_length(config, here) < config.max_position_embeddings:
+        found.append(f"sliding_window={config.sliding_window}")
     if "shift" not in here.stored:
         biases = {field for part, field in _BIASES.items() if getattr(config, field) and part not in here.biases}
         found += [f"{field}=True" for field in sorted(biases)]
@@ -129,14 +132,19 @@ def stored_names(written: Written) -> dict[str, list[str]]:
 def _as(here: Architecture, config: DecoderConfig) -> Written:
     """`config` as a network of that architecture, whether it is one or not."""
     shift = {"qkv", "mlp", "head"} if "shift" in here.stored else set[str]()
-    wider = {field: False for part, field in _BIASES.items() if part not in here.biases}  # `_departures` tells of them
+    wider: dict[str, Any] = {
+        field: False for part, field in _BIASES.items() if part not in here.biases
+    }  # `_departures` tells of them
     wider |= {_BIASES[part]: True for part in (*here.needed, *shift)}
+    if config.rope_scaling.rope_type not in here.scalings:
+        wider["rope_scaling"] = RopeScaling()
     whole = config.model_copy(update=wider)
     there = {part for part, field in _BIASES.items() if getattr(whole, field) and part in here.biases}
     tied = here.layer_norm and here.tied is True
     fold = fold_of(here, whole, biases=there, fused=here.fused, tied=tied)
     values = _sizes(whole, here) | _windows(whole, here) | _scaling(whole.rope_scaling)
-    values |= {name: float(getattr(whole, field) or 0.0) for name, (field, _) in here.caps.items()}
+    caps = {name: getattr(whole, field) for name, (field, _) in here.caps.items()}
+    values |= {name: float(cap) for name, cap in caps.items() if cap is not None}
     values |= {name: bool(getattr(whole, field)) for name, (field, _) in here.flags.items()}
     if here.logit_scale:
         values["logit_scale"] = 1.0
