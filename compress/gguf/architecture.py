@@ -100,6 +100,8 @@ def _departures(written: Written, config: DecoderConfig) -> list[str]:
         found.append(f"tie_word_embeddings={config.tie_word_embeddings}")
     if (scaling := config.rope_scaling).rope_type not in here.scalings | {"dynamic"}:
         found.append(f"rotary scaling {scaling.rope_type!r}")
+    if config.rotary_pairs is not None and not here.partial:
+        found.append(f"rotary_pairs={config.rotary_pairs}")
     if config.learned_positions and context_length(config, here) < config.max_position_embeddings:
         found.append(f"sliding_window={config.sliding_window}")
     if "shift" not in here.stored:
@@ -138,6 +140,8 @@ def _as(here: Architecture, config: DecoderConfig) -> Written:
     wider |= {_BIASES[part]: True for part in (*here.needed, *shift)}
     if config.rope_scaling.rope_type not in here.scalings:
         wider["rope_scaling"] = RopeScaling()
+    if not here.partial:
+        wider["rotary_pairs"] = None
     whole = config.model_copy(update=wider)
     there = {part for part, field in _BIASES.items() if getattr(whole, field) and part in here.biases}
     tied = here.layer_norm and here.tied is True

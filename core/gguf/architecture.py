@@ -57,6 +57,7 @@ class Architecture:
         fields: fields of `DecoderConfig` that it has, where they are not the usual ones.
         experts: the same of `MoEConfig`; None: it has no experts.
         dense: whether it may be without experts.
+        shared: beside its experts each layer has "no" MLP that all tokens take, has one, or one that is "gated".
         biases: which it may have of "qkv", "out", "mlp", "head".
         needed: biases that a file must have; zeros where the network has none.
         layer_norm: its norms subtract the mean. The networks here have streams without one, where this is RMSNorm.
@@ -93,6 +94,7 @@ class Architecture:
     fields: Mapping[str, Any] = field(default_factory=dict)
     experts: Mapping[str, Any] | None = None
     dense: bool = True
+    shared: Literal["no", "plain", "gated"] = "no"
     biases: frozenset[str] = QKV
     needed: frozenset[str] = frozenset()
     layer_norm: bool = False

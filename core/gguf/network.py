@@ -195,9 +195,10 @@ class GgufNetwork(Metadata):
             **here.experts,
         }
         if any(name.endswith("_shexp.weight") for name in self._tensors):
+            if here.shared == "no":
+                raise InputError(f"{self.path}: shared experts of {self._architecture} are not supported")
             size = self._number("expert_shared_feed_forward_length")
-            gated = any(name.endswith(".ffn_gate_inp_shexp.weight") for name in self._tensors)
-            values |= {"shared_expert_intermediate_size": size, "shared_expert_gate": gated}
+            values |= {"shared_expert_intermediate_size": size, "shared_expert_gate": here.shared == "gated"}
         return values
 
     def _widths(self, layers: int) -> list[int]:

@@ -36,7 +36,7 @@ _PLAIN = (
     ),
     Architecture("qwen2", "qwen2", square=True),
     Architecture("qwen3", "qwen3", {"qk_norm": True}),
-    Architecture("qwen2moe", "qwen2_moe", experts={"norm_topk_prob": False}, dense=False, square=True),
+    Architecture("qwen2moe", "qwen2_moe", experts={"norm_topk_prob": False}, dense=False, shared="gated", square=True),
     Architecture("qwen3moe", "qwen3_moe", {"qk_norm": True}, experts={}, dense=False),
     Architecture("deci", biases=_ALL, interleaved=True, scalings=_DIVIDED | {"longrope"}, uneven=True),
     Architecture("smollm3", interleaved=True, rotates="fourth"),
