@@ -96,6 +96,8 @@ def _departures(written: Written, config: DecoderConfig) -> list[str]:
     found: list[str] = []
     if here.square and config.num_attention_heads * config.head_dim != config.hidden_size:
         found.append(f"head_dim={config.head_dim}, whose heads are not as wide as the stream together")
+    if here.ungrouped and config.num_key_value_heads != config.num_attention_heads:
+        found.append(f"num_key_value_heads={config.num_key_value_heads}")
     if here.tied is not None and here.tied != (fold.config.tie_word_embeddings or fold.tied):
         found.append(f"tie_word_embeddings={config.tie_word_embeddings}")
     if (scaling := config.rope_scaling).rope_type not in here.scalings | {"dynamic"}:
@@ -150,7 +152,7 @@ def _as(here: Architecture, config: DecoderConfig) -> Written:
     caps = {name: getattr(whole, field) for name, (field, _) in here.caps.items()}
     values |= {name: float(cap) for name, cap in caps.items() if cap is not None}
     values |= {name: bool(getattr(whole, field)) for name, (field, _) in here.flags.items()}
-    if here.logit_scale:
+    if here.factors != "none":
         values["logit_scale"] = 1.0
     if here.convolves and whole.conv_taps:
         values["shortconv.l_cache"] = whole.conv_taps

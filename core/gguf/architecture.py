@@ -38,6 +38,7 @@ IN_LAYER: Mapping[str, str] = MappingProxyType(
         "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
         "mlp.shared_experts.up_proj": "ffn_up_shexp",
         "mlp.shared_experts.down_proj": "ffn_down_shexp",
+        "self_attn.sinks": "attn_sinks.weight",
         "conv.in_proj": "shortconv.in_proj",
         "conv.taps": "shortconv.conv",
         "conv.out_proj": "shortconv.out_proj",
@@ -68,11 +69,13 @@ class Architecture:
         interleaved: dimensions 2i and 2i + 1 of a head rotate together.
         partial: it rotates the first rope.dimension_count dimensions of a head alone, where others rotate all.
         square: its heads together are as wide as the stream.
+        ungrouped: each head of queries has keys of its own.
         fused: queries, keys and values are one matrix, as it is written; a file that is read may have either.
         fused_mlp: gate and up are one matrix.
         names: modules in a layer whose names differ from IN_LAYER.
         outside: the same of OUTSIDE.
         scalings: of rotary frequencies.
+        whole_pairs: whether YaRN blends between whole pairs, which llama.cpp does of all networks.
         expert_width: metadata of the inner width of an expert.
         window: what `attention.sliding_window` says. "none": it is not there; "ignored": a window of all layers that
             llama.cpp does not compute; else the number of layers of which the last sees all.
@@ -84,7 +87,8 @@ class Architecture:
         local_base: the base of sliding layers of files that do not say it; None: always that of the others.
         caps: metadata of soft caps → (field, what files that say none have).
         flags: metadata → the field that is true where it is, as it is where a file does not say it.
-        logit_scale: whether a file says a factor of the logits.
+        factors: which a file says apart from its weights: of the "logits", or "all", as Granite's, where logits are
+            divided by theirs.
         convolves: whether layers without heads are short convolutions.
         uneven: the MLPs of its layers may differ in width.
     """
@@ -105,11 +109,13 @@ class Architecture:
     interleaved: bool = False
     partial: bool = False
     square: bool = False
+    ungrouped: bool = False
     fused: bool = False
     fused_mlp: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     scalings: frozenset[str] = LONG
+    whole_pairs: bool = True
     expert_width: str = "expert_feed_forward_length"
     window: int | Literal["none", "ignored"] = "none"
     window_layers: int = 0
@@ -119,6 +125,6 @@ class Architecture:
     local_base: float | None = None
     caps: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
-    logit_scale: bool = False
+    factors: Literal["none", "logits", "all"] = "none"
     convolves: bool = False
     uneven: bool = False

@@ -57,8 +57,9 @@ class Metadata:
         except ConfigError as error:
             raise InputError(str(error)) from None
 
-    def _rope_scaling(self, rotary: int, scalings: frozenset[str]) -> RopeScaling:
-        """The scaling of `rotary` rotated dimensions, one of `scalings`."""
+    def _rope_scaling(self, rotary: int, scalings: frozenset[str], truncate: bool) -> RopeScaling:
+        """The scaling of `rotary` rotated dimensions, one of `scalings`; of YaRN whether it blends between whole pairs
+        is not in the file."""
         kind = self._field("rope.scaling.type", "none")
         factors = self._tensors.get(ROPE_FACTORS)
         if factors is not None:
@@ -78,10 +79,10 @@ class Metadata:
         if known == "linear":
             return self._parse(RopeScaling, {"rope_type": "linear", "factor": self._field("rope.scaling.factor")})
         if known == "yarn":
-            return self._yarn_scaling()
+            return self._yarn_scaling(truncate)
         return self._longrope() if known == "longrope" else RopeScaling()
 
-    def _yarn_scaling(self) -> RopeScaling:
+    def _yarn_scaling(self, truncate: bool) -> RopeScaling:
         """llama.cpp's YaRN is that of transformers, unless other keys change what follows from the factor."""
         plain = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
         for name, usual in plain.items():
@@ -89,7 +90,7 @@ class Metadata:
                 raise InputError(f"{self.path}: rotary scaling 'yarn' with {name}={value} is not supported")
         usual = {name: getattr(RopeScaling(), name) for name in ("beta_fast", "beta_slow")}
         values = {ours: self._field(f"rope.scaling.{name}", usual.get(ours)) for name, ours in YARN_FIELDS.items()}
-        return self._parse(RopeScaling, {"rope_type": "yarn", **values})
+        return self._parse(RopeScaling, {"rope_type": "yarn", "truncate": truncate, **values})
 
     def _longrope(self) -> RopeScaling:
         """Which of the two lists llama.cpp rotates by follows from the context that it is started with, as here."""

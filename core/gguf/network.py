@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ from penjing.core.models.tensor_names import check_layers
 SUPPORTED_ARCHITECTURES = (*ARCHITECTURES, *SPELLED)
 EMBEDDING, HEAD_WEIGHT, FINAL_SHIFT = "token_embd.weight", "output.weight", "output_norm.bias"
 _SOFTMAX = 1  # expert_gating_func: how the router's outputs become scores
+_FACTORS = ("embedding_scale", "residual_scale", "attention.scale")
 _BIASES = {"out": ("attn_output",), "mlp": ("ffn_gate", "ffn_up"), "qkv": ("attn_q", "attn_qkv")}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What is multiplied apart from the weights: logits, embeddings, what layers add, and queries."""
+
+    logits: float = 1.0
+    embedding: float = 1.0
+    residual: float = 1.0
+    query: float = 1.0
 
 
 class GgufNetwork(Metadata):
@@ -59,7 +71,7 @@ class GgufNetwork(Metadata):
             biases=frozenset(each for each in (*_BIASES, "head") if self._has_bias(each)),
             fused=any(name.endswith(".attn_qkv.weight") for name in tensors),
             tied=HEAD_WEIGHT not in tensors,
-            logit_scale=self._real("logit_scale", 1.0) or 1.0 if here.logit_scale else 1.0,
+            factors=self._factors(),
         )
 
     def _read_config(self) -> DecoderConfig:
@@ -92,7 +104,7 @@ class GgufNetwork(Metadata):
             "max_position_embeddings": self._number("context_length"),
             "rms_norm_eps": self._eps(),
             "rope_theta": self._real("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(rotary, here.scalings),
+            "rope_scaling": self._rope_scaling(rotary, here.scalings, here.whole_pairs),
             "rotary_pairs": None if rotary == head_dim else rotary // 2,
             "tie_word_embeddings": tied and not (here.layer_norm and "norm" in here.stored),
             "attention_bias": shift or self._has_bias("qkv"),
@@ -114,6 +126,20 @@ class GgufNetwork(Metadata):
             values["conv_taps"] = self._number("shortconv.l_cache")
         made = self._parse(DecoderConfig, values | {"model_type": NATIVE})
         return made if uneven else _named(made, self._kind(made), here.kind)
+
+    def _factors(self) -> Factors:
+        """Factors that the file has apart from its weights."""
+        how = self.architecture.factors
+        names = {"none": (), "logits": ("logit_scale",)}.get(how, ("logit_scale", *_FACTORS))
+        said = {name: self._real(name, 0.0) or None for name in names}  # llama.cpp takes 0 as none
+        logits = said.get("logit_scale") or 1.0
+        scores = said.get("attention.scale")
+        return Factors(
+            logits=1 / logits if how == "all" else logits,
+            embedding=said.get("embedding_scale") or 1.0,
+            residual=said.get("residual_scale") or 1.0,
+            query=1.0 if scores is None else scores * self.config.head_dim**0.5,
+        )
 
     def _kind(self, config: DecoderConfig) -> str:
         kind = self.architecture.kind
@@ -245,7 +271,7 @@ def fold_of(
     biases: Collection[str],
     fused: bool,
     tied: bool,
-    logit_scale: float = 1.0,
+    factors: Factors | None = None,
 ) -> Fold:
     """How a file of this architecture holds `config`.
 
@@ -253,13 +279,14 @@ def fold_of(
         biases: which are there, of "qkv", "out", "mlp", "head".
         fused: whether queries, keys and values are one matrix.
         tied: whether the file has no LM head.
+        factors: which the file has apart from its weights.
     """
-    query, width = 1.0, config.hidden_size
+    factors, width = factors or Factors(), config.hidden_size
+    query, embedding = factors.query, factors.embedding
     if here.wide_queries and config.num_hidden_layers == here.wide_queries:
         query = (config.head_dim / (width // config.num_attention_heads)) ** 0.5
-    final = logit_scale
-    if here.scaled and config.tie_word_embeddings:
-        final *= width**-0.5
+    if here.scaled:
+        embedding *= width**0.5
     return Fold(
         config,
         dict(IN_LAYER) | dict(here.names),
@@ -267,9 +294,10 @@ def fold_of(
         "blk.",
         fused=fused,
         fused_mlp=here.fused_mlp,
-        embedding=width**0.5 if here.scaled else 1.0,
-        final=final,
+        embedding=embedding,
+        final=factors.logits / (embedding if config.tie_word_embeddings else 1.0),
         query=query,
+        residual=factors.residual,
         rotary=0 if config.rotary_pairs is None else 2 * config.rotary_pairs,
         interleaved=here.interleaved,
         centred=here.layer_norm,

@@ -55,6 +55,7 @@ BECOMES = {  # case of `tests.core.folded` → general.architecture
     "hunyuan": "hunyuan-dense",
     "hyperclovax": "glm4",
     "granitemoe": "llama",
+    "granitemoeshared": "granitemoe",
 }
 EXTRA: dict[str, tuple[str, dict[str, Any], str]] = {
     "cohere": ("cohere", {"logit_scale": 0.5}, "command-r"),
@@ -63,6 +64,12 @@ EXTRA: dict[str, tuple[str, dict[str, Any], str]] = {
         "exaone4",
         {"sliding_window": 12, "sliding_window_pattern": 4, "num_hidden_layers": 64, "hidden_size": 32},
         "exaone4",
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}, "olmoe"),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 4},
+        "gpt-oss",
     ),
     "gemma3_27b": ("gemma3_text", {"head_dim": 8, "num_hidden_layers": 62, "hidden_size": 32}, "gemma3"),
 }
@@ -160,7 +167,7 @@ def test_integers_are_the_artifact_s(architecture: str, tmp_path: Path, tiny_che
         ({"inner_norms": True}, "inner_norms=True"),
         ({"attention_sinks": True}, "attention_sinks=True"),
         ({"logit_cap": 3.0}, "logit_cap=3.0"),
-        ({"rotary_pairs": 4, "qk_norm": True}, "qk_norm=True, which phi3 has not"),
+        ({"rotary_pairs": 4, "qk_norm": True}, "rotary_pairs=4, which qwen3 has not"),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(

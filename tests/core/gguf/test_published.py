@@ -23,7 +23,7 @@ from tests.core.gguf.gguf_files import add, permute
 
 HALF = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
-PERMUTED = ("smollm3", "arcee", "olmo")
+PERMUTED = ("smollm3", "arcee", "olmo", "granite")
 TURNS = {"sliding_window": 12, "sliding_window_pattern": 4, "num_hidden_layers": 64, "hidden_size": 32}
 SHORT = {name: LONGROPE[name][:3] for name in ("short_factor", "long_factor")}
 # general.architecture → type in transformers, its settings, and the metadata that the converter writes besides
@@ -96,6 +96,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("arcee", "arcee", {}, {}),
     "hunyuan-dense": ("hunyuan-dense", "hunyuan_v1_dense", {"head_dim": 16}, {}),
     "olmo": ("olmo", "olmo", {}, {}),
+    "granite": (
+        "granite",
+        "granite",
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2},
+        {"embedding_scale": 12.0, "logit_scale": 8.0, "residual_scale": 0.22, "attention.scale": 0.2},
+    ),
 }
 
 
