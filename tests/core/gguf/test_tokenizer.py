@@ -268,7 +268,7 @@ def test_end_of_text_is_added_where_the_file_says_so(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "t5"}, "tokenizer model 't5' is not supported; supported: gpt2, llama"),
         ({"tokenizer.ggml.model": None}, "tokenizer model None"),
         ({"tokenizer.ggml.model": ["gpt2"]}, "is not supported"),
-        ({"tokenizer.ggml.pre": "chatglm-bpe"}, "pre-tokenizer 'chatglm-bpe' is not supported; supported: gpt-2"),
+        ({"tokenizer.ggml.pre": "falcon"}, "pre-tokenizer 'falcon' is not supported; supported: gpt-2"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
         ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
         ({"tokenizer.ggml.tokens": ["a", 3]}, "not a list of str"),
