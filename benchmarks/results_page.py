@@ -118,7 +118,12 @@ HEADLINES = [  # of the README: title, benchmark, what the names of its metrics 
     ("… rise of perplexity (95 %)", "compress", "smollm2-int8-hadamard/perplexity_", "prose_rise code_rise"),
     ("… on the worst of four other kinds of text", "generalisation", "smollm2-int8-hadamard/", "worst_rise"),
     ("… by `smollm2-int8`, which other engines load too", "generalisation", "smollm2-int8/", "worst_rise"),
-    ("Gemma 3 270M by `gemma3-int8`, on the worst of four kinds of text", "generalisation", "gemma3-int8/", "worst_rise"),
+    (
+        "Gemma 3 270M by `gemma3-int8`, on the worst of four texts",
+        "generalisation",
+        "gemma3-int8/",
+        "worst_rise",
+    ),
     ("SmolLM2-135M in 4 bits, one stream", "engine", "int4/", "one_stream"),
     (
         "… off its published grid, by `smollm2-int4-qat`: rise of perplexity",

@@ -20,7 +20,7 @@ import torch
 from penjing.core.cache import cache_dir
 from penjing.core.checkpoint.decoder import save_checkpoint
 from penjing.core.files import atomic_write_text, publish_folder
-from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.gguf.tokenizer import tokenizer_from_gguf
 from penjing.core.imports.importer import import_model
 from penjing.core.manifest import write_manifest
 from penjing.core.models.config import DecoderConfig
@@ -40,9 +40,9 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core"
 IMPORT_CODE = (
     "imports/importer",
-    "imports/gguf",
-    "imports/gguf_names",
-    "imports/gguf_tokenizer",
+    "gguf/file",
+    "gguf/names",
+    "gguf/tokenizer",
     "checkpoint/safetensors_writer",
     "checkpoint/decoder",
     "models/hf_config",

@@ -13,7 +13,7 @@ from penjing.compress.export import gate as decoder_gate
 from penjing.compress.export.floating import BLIND, FLOATING, export_floating
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
 from penjing.compress.export.weights_only import ZERO_POINTS, write_weights_only
-from penjing.compress.gguf.architecture import context_length
+from penjing.compress.gguf.architecture import context_length, written_as
 from penjing.compress.gguf.write import write_gguf
 from penjing.compress.quantize.targets import TARGETS, TargetName
 from penjing.core.artifact.base import is_artifact
@@ -149,8 +149,9 @@ def _weights_only(checkpoint: Checkpoint, partial: Path, progress: Progress) -> 
 
 def _gguf(checkpoint: Checkpoint, out: Path, progress: Progress) -> ExportRecord:
     config = checkpoint.config
-    shorter = context_length(config) < config.max_position_embeddings
-    cut = f"the context is cut to the window of {context_length(config)} tokens: llama.cpp has no windows here"
+    context = context_length(config, written_as(config, str(checkpoint.folder))[0].architecture)
+    shorter = context < config.max_position_embeddings
+    cut = f"the context is cut to the window of {context} tokens: llama.cpp has no windows here"
     rounded = "the table of embedding and LM head is rounded once more: to blocks of 32, without the smoothing"
     table = has_int8_embedding(checkpoint.quantization) and config.tie_word_embeddings
     four = "too where they were trained" if has_steps(checkpoint.quantization) else "are exact"

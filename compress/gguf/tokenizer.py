@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_tokenizer import RULES, merges_from_scores, tokenizer_from_gguf
+from penjing.core.gguf.tokenizer import RULES, merges_from_scores, tokenizer_from_gguf
 from penjing.core.manifest import read_json_object
 from penjing.core.models.config import DecoderConfig
 from penjing.core.text.chat import ChatTemplate

@@ -111,6 +111,11 @@ def config_of(values: Values, source: str, rope: Values | None = None, **changes
         made = parse_config(DecoderConfig, base.model_dump() | {"model_type": NATIVE} | changes, source)
     except ConfigError as error:
         raise InputError(str(error)) from None
+    return of_known_type(made)
+
+
+def of_known_type(made: DecoderConfig) -> DecoderConfig:
+    """`made` of a type that others read, where one has it."""
     for kind in () if made.departures() else _PLAIN_TYPES if made.moe is None else _EXPERT_TYPES:
         candidate = made.model_copy(update={"model_type": kind})
         try:

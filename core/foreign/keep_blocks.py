@@ -35,6 +35,8 @@ class File(Protocol):
 
     def kind(self, name: str) -> str: ...
 
+    def is_whole(self, name: str) -> bool: ...
+
     def rows(self, name: str) -> Tensor: ...
 
 
@@ -126,7 +128,7 @@ class KeptBlocks:
     def _layer(self, module: str) -> BlockWeight | None:
         """The layer's blocks; None where its integers have no place in an artifact."""
         name = f"{module}.weight"
-        if not self._file.kind(name).startswith("Q"):
+        if not self._file.kind(name).startswith("Q") or not self._file.is_whole(name):
             return None
         layer = read_blocks(self._file.rows(name), self._file.kind(name))
         if layer is None:

@@ -24,9 +24,9 @@ from penjing.core.folded.weights import FoldedCheckpoint
 from penjing.core.foreign.folder import FoldedForeignCheckpoint, ForeignCheckpoint
 from penjing.core.foreign.keep import Kept, runs_as_it_is, said_of_integers
 from penjing.core.foreign.keep_blocks import KeptBlocks
+from penjing.core.gguf.file import GgufFile
+from penjing.core.gguf.tokenizer import tokenizer_from_gguf
 from penjing.core.imports.encoder import import_encoder
-from penjing.core.imports.gguf import GgufFile
-from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
 from penjing.core.imports.towers import import_towers
 from penjing.core.imports.vision_language import import_vision_language
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, read_manifest, was_made_by, write_manifest

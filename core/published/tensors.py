@@ -6,7 +6,7 @@ multiplied is a norm or the embedding, which are floats in such a folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,12 +14,11 @@ from torch import Tensor
 
 from penjing.core.errors import InputError
 from penjing.core.folded.fold import Fold
-from penjing.core.folded.weights import AFTER, place, rotary_order, split_name
-from penjing.core.models.rope import yarn_magnitudes
+from penjing.core.folded.placement import Placement, split_name
 from penjing.core.models.tensor_names import tensor_shapes
 
 Pairs = Iterable[tuple[str, Tensor]]
-_EMBEDDING, _LAST_NORM = "model.embed_tokens", "model.norm"
+_EMBEDDING = "model.embed_tokens"
 _PACKED_ROWS = "weight_zero_point"  # eight outputs in a word
 
 
@@ -30,18 +29,18 @@ class Spelling:
         # a tied head is no tensor of such a folder, and an artifact may have it apart
         published = {ours: names[0] for ours, names in fold.spelled.items()}
         self._fold, self._source = replace(fold, tied=False, names=fold.names | published), source
-        self._order = rotary_order(fold)
+        self._placement = Placement(self._fold)
         self._ours: dict[str, dict[int, list[str]]] = {}
         names = dict.fromkeys(name.rpartition(".")[0] for name in tensor_shapes(fold.config))
         for module in [*names, "lm_head"]:
-            theirs, rows = place(f"{module}.weight", self._fold)
+            theirs, rows = self._placement.place(f"{module}.weight")
             begin = 0 if rows is None else rows.begin
             ours = self._ours.setdefault(theirs.rpartition(".")[0], {}).setdefault(begin, [])
             ours += [module] if module not in ours else []
 
     def module(self, ours: str) -> str:
         """The name of the module `ours`, or of the one that holds it."""
-        return place(f"{ours}.weight", self._fold)[0].rpartition(".")[0]
+        return self._placement.place(f"{ours}.weight")[0].rpartition(".")[0]
 
     def tensors(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
         """Our tensors, in any order → theirs; a fused one comes with the last of its parts.
@@ -56,7 +55,7 @@ class Spelling:
                 continue
             if self._fold.centred and module == _EMBEDDING:
                 self._check_centred(tensor)
-            theirs = place(name, self._fold)[0]
+            theirs = self._placement.place(name)[0]
             if split_name(name)[1] in self._fold.names:  # what is no weight of a module has a name of its own
                 yield theirs, tensor
                 continue
@@ -116,36 +115,23 @@ class Spelling:
             )
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
-        fold, (layer, leaf) = self._fold, split_name(name)
-        module, _, kind = leaf.rpartition(".")
-        if self._order is not None and leaf.startswith(("self_attn.q_", "self_attn.k_")) and kind != "weight_shape":
-            return self._in_order(leaf, tensor, self._order)
-        if kind != "weight":
+        """Undo what `Placement` makes of the tensor; a factor of integers is one of their scales."""
+        module, _, kind = name.rpartition(".")
+        if kind == "weight_shape":
             return tensor
-        factor = 1.0
-        if layer is None:
-            factor = {_EMBEDDING: fold.embedding, _LAST_NORM: fold.final}.get(module, 1.0)
-        elif leaf.startswith(AFTER) and fold.config.norms != "before":
-            factor = fold.residual
-        shift = float(fold.plus_one and module.endswith("norm"))
-        return tensor if (factor, shift) == (1.0, 0.0) else _of_floats(tensor, lambda wide: wide / factor - shift)
-
-    def _in_order(self, leaf: str, tensor: Tensor, order: Tensor) -> Tensor:
-        config, kind = self._fold.config, leaf.rpartition(".")[2]
-        if kind == _PACKED_ROWS:
+        order, factor = self._placement.arranged(f"{module}.{kind if kind == 'bias' else 'weight'}")
+        if kind == _PACKED_ROWS and order is not None:
             raise InputError(
-                f"{self._source}: zero points of {leaf} are packed by eight outputs, which have another order in other "
-                "engines: compress with offsets=false, or export --to gguf"
+                f"{self._source}: zero points of {module} are packed by eight outputs, which stand in another order "
+                "elsewhere: compress with offsets=false, or export --to gguf"
             )
-        split = tensor.unflatten(0, (-1, config.head_dim)).clone()
-        if tensor.dtype.is_floating_point and self._fold.rotary:  # see `FoldedCheckpoint`
-            split[:, order >= self._fold.rotary] *= yarn_magnitudes(config.rope_scaling)[0]
-        made = torch.empty_like(split)
-        made[:, order] = split
-        made = made.flatten(0, 1)
-        plus_one = self._fold.plus_one and leaf.endswith("norm.weight")
-        return _of_floats(made, lambda wide: wide - 1.0) if plus_one else made
-
-
-def _of_floats(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    return change(tensor.to(torch.float64)).to(tensor.dtype)
+        shift = float(self._fold.plus_one and name.endswith("norm.weight"))
+        if tensor.dtype.is_floating_point and (factor is not None or shift):
+            by = torch.ones(1, dtype=torch.float64) if factor is None else factor
+            wide = tensor.to(torch.float64) / by.view(-1, *[1] * (tensor.dim() - 1)) - shift
+            tensor = wide.to(tensor.dtype)
+        if order is None:
+            return tensor
+        made = torch.empty_like(tensor)
+        made[order] = tensor
+        return made

@@ -18,7 +18,7 @@ from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.gguf.artifacts import FAMILIES, make_int8
 from tests.compress.gguf.test_tokenizer import BYTE_LEVEL, write_folder
 from tests.compress.gguf.test_write import dequantized
-from tests.core.imports.test_gguf_tokenizer import byte_level_fields, sentencepiece_fields
+from tests.core.gguf.test_tokenizer import byte_level_fields, sentencepiece_fields
 
 READS = """
     import json, sys

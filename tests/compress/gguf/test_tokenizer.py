@@ -14,13 +14,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from penjing.compress.gguf.tokenizer import tokenizer_fields
 from penjing.compress.gguf.write import write_gguf
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.gguf.tokenizer import RULES, tokenizer_from_gguf
 from penjing.core.imports.importer import import_model
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.gguf.artifacts import make_int8
 from tests.conftest import tiny_config, tiny_tokenizer_fields
-from tests.core.imports.test_gguf_tokenizer import CONTROL, byte_level_fields, sentencepiece_fields
+from tests.core.gguf.test_tokenizer import CONTROL, byte_level_fields, sentencepiece_fields
 from tests.core.text.texts import real_texts, texts
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def same_on_any_text(ours: Tokenizer, back: Tokenizer, first: bool = False) -> N
     check()
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", RULES)
 def test_byte_level_families(tmp_path: Path, pre: str) -> None:
     folder = write_folder(tmp_path / "folder", byte_level_fields(pre, BYTE_LEVEL))
     ours, back = Tokenizer.from_folder(folder), again(folder, tmp_path / "back")

@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 
 from penjing.compress.decoder_onnx.graph import write_decoder_onnx
 from penjing.compress.export.compressed_tensors import write_compressed_tensors
-from penjing.compress.gguf.architecture import architecture_fields
-from penjing.compress.gguf.write import q8_0, write_gguf
+from penjing.compress.gguf.architecture import stored_names, written_as
+from penjing.compress.gguf.blocks import q8_0
+from penjing.compress.gguf.write import write_gguf
 from penjing.core.artifact.decoder import open_decoder_artifact
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_names import gguf_name_of
 from penjing.core.imports.importer import import_model
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import at_context, usual_context
@@ -32,7 +32,7 @@ from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.gguf.artifacts import FAMILIES, LONGROPE, MOE, YARN, make_int8
 from tests.conftest import tiny_config
-from tests.core.imports.gguf_files import transformers_model
+from tests.core.gguf.gguf_files import transformers_model
 from tests.disk import run_in
 
 
@@ -75,12 +75,16 @@ def test_integers_are_identical_in_every_export(tiny_int8: Path, tmp_path: Path)
     constants = {constant.name: numpy_helper.to_array(constant) for constant in model.graph.initializer}
     blocks = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     checkpoint, compared = open_checkpoint(tmp_path / "compressed"), 0
+    written = stored_names(written_as(checkpoint.config, "artifact")[0])
+    place_of = {name: theirs for theirs, ours in written.items() for name in ours}
+    written = stored_names(written_as(checkpoint.config, "artifact")[0])
+    place_of = {name: theirs for theirs, ours in written.items() for name in ours}
     for name in checkpoint.tensor_names:
         if checkpoint.dtype(name) != "I8":
             continue
         stored = checkpoint.get(name).numpy()
         assert np.array_equal(constants[name].astype(np.int16).T - 128, stored), name
-        rows = blocks[gguf_name_of(name)].reshape(len(stored), -1, 34)[:, :, 2:].reshape(stored.shape).view(np.int8)
+        rows = blocks[place_of[name]].reshape(len(stored), -1, 34)[:, :, 2:].reshape(stored.shape).view(np.int8)
         turned = name.endswith(("q_proj.weight", "k_proj.weight"))
         assert np.array_equal(np.sort(rows, axis=0) if turned else rows, np.sort(stored, axis=0) if turned else stored)
         compared += 1
@@ -237,32 +241,38 @@ def dequantized(checkpoint: Checkpoint, context: int | None = None) -> Decoder:
     [
         ({"model_type": "penjing", "shared_layers": 2}, "shared_layers=2"),
         ({"model_type": "penjing", "mlp_hadamard": 32}, "mlp_hadamard=32"),
-        ({"model_type": "penjing", "layer_types": ["lsh_attention", "full_attention"]}, "LSH attention"),
-        ({"model_type": "penjing", "qk_norm": True, "attention_bias": True}, "combination of biases and norms"),
+        (
+            {"model_type": "penjing", "layer_types": ["lsh_attention", "full_attention"]},
+            "layer_types=full_attention/lsh_attention",
+        ),
+        ({"model_type": "penjing", "qk_norm": True, "mlp_bias": True}, "has qk_norm=True"),
         (
             {"model_type": "qwen3_moe", "qk_norm": True, "moe": MOE | {"norm_topk_prob": False}},
-            "norm_topk_prob=False in a",
+            "experts with norm_topk_prob=False, which qwen3moe",
         ),
         (
             {"model_type": "qwen3_moe", "qk_norm": True, "moe": MOE | {"mlp_only_layers": (1,)}},
-            r"mlp_only_layers=\[1\]",
+            r"experts with mlp_only_layers=\(1,\)",
         ),
-        ({"model_type": "mixtral", "qk_norm": True, "moe": MOE}, "and experts; penjing serves"),
+        ({"qk_norm": True, "attention_output_bias": True, "moe": MOE}, "attention_output_bias=True, which qwen3moe"),
         (
             {"model_type": "qwen3", "qk_norm": True, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rotary scaling 'llama3' in a qwen3",
+            "has rotary scaling 'llama3', which qwen3",
         ),
-        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "'yarn' with attention_factor=1.0 has no place in GGUF"),
+        (
+            {"rope_scaling": YARN | {"attention_factor": 1.0}},
+            "'yarn' with attention_factor=1.0, which llama",
+        ),
         ({"rope_scaling": YARN | {"truncate": False}}, "with truncate=False"),
         (
             {"model_type": "qwen3", "qk_norm": True, "rope_scaling": LONGROPE},
-            "rotary scaling 'longrope' in a qwen3",
+            "rotary scaling 'longrope', which qwen3",
         ),
     ],
 )
 def test_what_gguf_cannot_say_is_refused_by_name(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        architecture_fields(tiny_config(**overrides), "artifact")
+        written_as(tiny_config(**overrides), "artifact")
 
 
 def test_a_weight_beyond_float16_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.foreign.gguf_blocks import read_blocks
-from penjing.core.imports.gguf import GgufFile
+from penjing.core.gguf.file import GgufFile
 from penjing.core.imports.importer import import_model
 from penjing.core.manifest import read_manifest
 from penjing.core.progress import Silent
@@ -26,7 +26,7 @@ from penjing.core.runtime.schemes import quantized_modules
 from penjing.serve.runner.load import load_engine
 from tests.compress.gguf.artifacts import make_int8
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
-from tests.core.imports.gguf_files import write_gguf
+from tests.core.gguf.gguf_files import write_gguf
 from tests.core.imports.test_importer import Recorder
 from tests.serve.tiny import generate
 

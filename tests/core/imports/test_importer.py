@@ -25,7 +25,7 @@ from penjing.core.imports.importer import import_model
 from penjing.core.manifest import read_manifest, verify
 from penjing.train.state.initial import checkpoint_weights
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
-from tests.core.imports.gguf_files import write_gguf
+from tests.core.gguf.gguf_files import write_gguf
 
 
 class Recorder:

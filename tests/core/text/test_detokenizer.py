@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.gguf.tokenizer import tokenizer_from_gguf
 from penjing.core.text.detokenizer import IncrementalDetokenizer
 from penjing.core.text.tokenizer import Tokenizer
 from tests.conftest import tiny_tokenizer_fields
-from tests.core.imports.test_gguf_tokenizer import sentencepiece_fields
+from tests.core.gguf.test_tokenizer import sentencepiece_fields
 from tests.core.text.texts import texts
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf_tokenizer import tokenizer_from_gguf
+from penjing.core.gguf.tokenizer import tokenizer_from_gguf
 from penjing.core.packages import PACKAGES, fetch_package
 from penjing.core.progress import Silent
 from penjing.core.text.corpus import calibration_text
 from penjing.core.text.tokenizer import Tokenizer
 from tests.conftest import random_tensors, tiny_config, tiny_tokenizer_fields
-from tests.core.imports.gguf_files import write_gguf
+from tests.core.gguf.gguf_files import write_gguf
 from tests.core.text.texts import real_texts, texts
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -268,7 +268,7 @@ def test_end_of_text_is_added_where_the_file_says_so(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "t5"}, "tokenizer model 't5' is not supported; supported: gpt2, llama"),
         ({"tokenizer.ggml.model": None}, "tokenizer model None"),
         ({"tokenizer.ggml.model": ["gpt2"]}, "is not supported"),
-        ({"tokenizer.ggml.pre": "chatglm-bpe"}, "pre-tokenizer 'chatglm-bpe' is not supported; supported: gpt-2"),
+        ({"tokenizer.ggml.pre": "falcon"}, "pre-tokenizer 'falcon' is not supported; supported: gpt-2"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
         ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
         ({"tokenizer.ggml.tokens": ["a", 3]}, "not a list of str"),

@@ -23,14 +23,26 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2_NAMES = ("gpt-2", "gpt2")
-_DIGIT_NAMES = ("smollm", "starcoder", "refact", "codeshell")  # each digit alone, then as GPT-2
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2_NAMES = ("gpt-2", "gpt2", "phi-2", "olmo", "exaone4")
+_DIGIT_NAMES = ("smollm", "starcoder", "refact", "codeshell", "exaone", "command-r")  # each digit alone, then as GPT-2
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")  # a known word is taken unmerged
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")  # letters and their accents become one character, where they do
 _SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys((*_WHOLE_WORDS, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), _QWEN2),
     "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "seed-coder": _SEED,
 }
-RULES = ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken")
+RULES = (
+    "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "dbrx", "stablelm2", "gpt-4o", "seed-coder", "command-r"
+)  # fmt: skip
 """One name of each rule that splits text."""
 SUPPORTED_PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGIT_NAMES, *_SPLITS)
 
@@ -90,7 +102,7 @@ def _byte_level(fields: dict[str, Any], tokens: list[str], source: str) -> Token
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in written)]
     vocab = {token: index for index, token in enumerate(tokens)}
     # as in the published tokenizers of these families: a whole word of the vocabulary is taken without merging
-    whole_words = _SPLITS.get(name) in (_LLAMA3, _TEKKEN)
+    whole_words = name in (*_WHOLE_WORDS, "tekken")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
     tokenizer.decoder = decoders.ByteLevel()
     if name in _GPT2_NAMES:
@@ -103,7 +115,7 @@ def _byte_level(fields: dict[str, Any], tokens: list[str], source: str) -> Token
         split = pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    if _SPLITS.get(name) == _QWEN2:
+    if name in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -159,7 +171,7 @@ def _add_special_tokens(tokenizer: Tokenizer, fields: dict[str, Any], tokens: li
 
 def _add_template(tokenizer: Tokenizer, fields: dict[str, Any], special: dict[str, str | None], source: str) -> None:
     """Put begin- and end-of-text around a prompt where the file, or else the family, says so."""
-    begins = fields["tokenizer.ggml.model"] == "llama" or _SPLITS.get(fields.get("tokenizer.ggml.pre", "")) == _LLAMA3
+    begins = fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     bos = special["bos_token"] if fields.get("tokenizer.ggml.add_bos_token", begins) else None
     eos = special["eos_token"] if fields.get("tokenizer.ggml.add_eos_token", False) else None
     used = [token for token in (bos, eos) if token is not None]

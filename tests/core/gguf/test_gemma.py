@@ -11,11 +11,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
-from penjing.core.imports.gguf import GgufFile
+from penjing.core.gguf.file import GgufFile
 from penjing.core.imports.importer import import_model
 from penjing.core.models.config import DecoderConfig
 from tests.conftest import tiny_tokenizer_fields
-from tests.core.imports import gguf_files
+from tests.core.gguf import gguf_files
 
 NAMES = {  # of transformers, in place of ours
     "post_attention_layernorm": "post_attention_norm",
@@ -72,7 +72,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
         torch.testing.assert_close(load_model(out).model(tokens), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_soft_caps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_of_logits_is_read_and_one_of_scores_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "tiny.gguf", monkeypatch, {"gemma3.final_logit_softcapping": 30.0})
-    with pytest.raises(InputError, match=r"final_logit_softcapping=30\.0 is not supported"):
-        GgufFile(tmp_path / "tiny.gguf")
+    assert GgufFile(tmp_path / "tiny.gguf").config.logit_cap == 30.0
+    write(tmp_path / "other.gguf", monkeypatch, {"gemma3.attn_logit_softcapping": 50.0})
+    with pytest.raises(InputError, match=r"attn_logit_softcapping=50\.0 is not supported"):
+        GgufFile(tmp_path / "other.gguf")

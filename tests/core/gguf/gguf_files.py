@@ -75,7 +75,7 @@ def write_gguf(
     }
     values |= {key: value for key, value in fields.items() if key != "general.architecture"}
     for key, value in (values | (metadata or {})).items():
-        _add(writer, key, value)
+        add(writer, key, value)
     for name, tensor in tensors:
         weight = tensor.numpy()
         if arch == "llama" and ".q_proj." in name:
@@ -94,7 +94,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool):

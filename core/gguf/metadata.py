@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,7 @@ import numpy as np
 
 from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.imports.gguf_names import (
-    LLAMA3_FIELDS,
-    LONG_FACTORS,
-    PAIRED,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
-    YARN_FIELDS,
-)
+from penjing.core.gguf.names import LLAMA3_FIELDS, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, YARN_FIELDS
 from penjing.core.layers.settings import RopeScaling
 
 
@@ -31,7 +25,7 @@ class Metadata:
 
     def __init__(self, path: Path, fields: dict[str, Any], architecture: str) -> None:
         self.path, self.fields, self._architecture = path, fields, architecture
-        self._tensors: dict[str, Any] = {}
+        self._tensors: Mapping[str, Any] = {}
 
     def _field(self, key: str, default: Any = None) -> Any:
         value = self.fields.get(f"{self._architecture}.{key}", default)
@@ -47,13 +41,15 @@ class Metadata:
 
     def _number(self, key: str, default: int | None = None) -> int:
         value = self._field(key, default)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise InputError(f"{self.path}: {key} differs from layer to layer, which is not supported")
-            value = value[0]
-        if not isinstance(value, int):
-            raise InputError(f"{self.path}: {key} must be a whole number (got {value!r})")
-        return value
+        return self._one(value if isinstance(value, list) else [value], key)
+
+    def _one(self, values: list[Any], key: str) -> int:
+        """The number of all layers."""
+        if len(set(values)) != 1:
+            raise InputError(f"{self.path}: {key} differs from layer to layer, which is not supported")
+        if not isinstance(values[0], int):
+            raise InputError(f"{self.path}: {key} must be a whole number (got {values[0]!r})")
+        return values[0]
 
     def _parse(self, config_type: type[C], values: dict[str, Any]) -> C:
         try:
@@ -61,25 +57,32 @@ class Metadata:
         except ConfigError as error:
             raise InputError(str(error)) from None
 
-    def _rope_scaling(self, head_dim: int) -> RopeScaling:
+    def _rope_scaling(self, rotary: int, scalings: frozenset[str], truncate: bool) -> RopeScaling:
+        """The scaling of `rotary` rotated dimensions, one of `scalings`; of YaRN whether it blends between whole pairs
+        is not in the file."""
         kind = self._field("rope.scaling.type", "none")
         factors = self._tensors.get(ROPE_FACTORS)
         if factors is not None:
-            return self._llama3_scaling(np.array(factors.data, dtype=np.float64), head_dim)
-        if kind == "linear":
-            return self._parse(RopeScaling, {"rope_type": "linear", "factor": self._field("rope.scaling.factor")})
-        if kind == "yarn":
-            return self._yarn_scaling()
-        if kind == "longrope" and self._architecture in PAIRED:
-            return self._longrope()
-        if kind != "none":
+            kind = "llama3"
+        elif LONG_FACTORS in self._tensors and kind in ("none", "yarn"):
+            kind = "longrope"  # Phi-3's files have the factors alone
+        known = {"none": "default"}.get(kind, kind)
+        if known not in scalings:
+            names = ", ".join(["none", *sorted(scalings - {"default"})])
             raise InputError(
-                f"{self.path}: rotary scaling {kind!r} of {self._architecture} is not supported; supported: none, "
-                "linear, yarn, of llama also llama3 and longrope"
+                f"{self.path}: rotary scaling {kind!r} of {self._architecture} is not supported; supported: {names}"
             )
-        return RopeScaling()
+        if known == "llama3":
+            if factors is None:
+                raise InputError(f"{self.path}: rotary scaling 'llama3' lacks {ROPE_FACTORS}; get a complete file")
+            return self._llama3_scaling(np.array(factors.data, dtype=np.float64), rotary)
+        if known == "linear":
+            return self._parse(RopeScaling, {"rope_type": "linear", "factor": self._field("rope.scaling.factor")})
+        if known == "yarn":
+            return self._yarn_scaling(truncate)
+        return self._longrope() if known == "longrope" else RopeScaling()
 
-    def _yarn_scaling(self) -> RopeScaling:
+    def _yarn_scaling(self, truncate: bool) -> RopeScaling:
         """llama.cpp's YaRN is that of transformers, unless other keys change what follows from the factor."""
         plain = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
         for name, usual in plain.items():
@@ -87,7 +90,7 @@ class Metadata:
                 raise InputError(f"{self.path}: rotary scaling 'yarn' with {name}={value} is not supported")
         usual = {name: getattr(RopeScaling(), name) for name in ("beta_fast", "beta_slow")}
         values = {ours: self._field(f"rope.scaling.{name}", usual.get(ours)) for name, ours in YARN_FIELDS.items()}
-        return self._parse(RopeScaling, {"rope_type": "yarn", **values})
+        return self._parse(RopeScaling, {"rope_type": "yarn", "truncate": truncate, **values})
 
     def _longrope(self) -> RopeScaling:
         """Which of the two lists llama.cpp rotates by follows from the context that it is started with, as here."""
@@ -101,7 +104,7 @@ class Metadata:
         values = {"original_max_position_embeddings": original, "attention_factor": attention, **factors}
         return self._parse(RopeScaling, {"rope_type": "longrope", **values})
 
-    def _llama3_scaling(self, factors: np.ndarray, head_dim: int) -> RopeScaling:
+    def _llama3_scaling(self, factors: np.ndarray, rotary: int) -> RopeScaling:
         """Llama 3.1's settings from the divisors: every published model uses 1, 4 and 8192 and differs in `factor`.
         Files of ours say them."""
         stated = {
@@ -110,7 +113,7 @@ class Metadata:
         given = {name: value for name, value in stated.items() if value is not None}
         values = {"rope_type": "llama3", "factor": max(float(factors.max()), 1.0)} | given
         scaling = self._parse(RopeScaling, values)
-        wavelength = 2 * math.pi * self._real("rope.freq_base", 10000.0) ** (np.arange(0, head_dim, 2) / head_dim)
+        wavelength = 2 * math.pi * self._real("rope.freq_base", 10000.0) ** (np.arange(0, rotary, 2) / rotary)
         turns = scaling.original_max_position_embeddings / wavelength
         span = scaling.high_freq_factor - scaling.low_freq_factor
         smooth = ((turns - scaling.low_freq_factor) / (span or 1.0)).clip(0, 1)

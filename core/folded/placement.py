@@ -1,0 +1,259 @@
+"""Where the tensors of a network lie in what stores it, as a `Fold` says, and what makes ours of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penjing.core.errors import InputError
+from penjing.core.folded.fold import Fold
+from penjing.core.models.rope import yarn_magnitudes
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_MLP = ("gate_proj", "up_proj")
+_TABLES = ("embed_tokens", "embed_positions")
+_MLPS = ("mlp", "mlp.shared_experts")
+WRITERS = ("self_attn.o_proj", ".down_proj")
+_OF_EXPERTS = ("mlp.experts.", "mlp.shared_experts.")
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_CHOICE = "mlp.e_score_correction_bias"
+_AFTER = ("attention_output_norm.", "mlp_output_norm.")
+_BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a matrix; with `heads` of keys those of queries, keys or values, as `part` says: each head of keys, of
+    `size`, has its queries, its keys and its values behind each other."""
+
+    begin: int
+    end: int
+    heads: int = 0
+    size: int = 0
+    part: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if not self.heads:
+            return tensor[self.begin : self.end]
+        parts = tensor.unflatten(0, (self.heads, -1, self.size))
+        return (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])[self.part].flatten(0, 2)
+
+    def count(self, rows: int) -> int:
+        """How many they are of a matrix of so many."""
+        if not self.heads:
+            return max(0, min(self.end, rows) - self.begin)
+        keys = self.heads * self.size
+        return 0 if rows % keys else keys if self.part else rows - 2 * keys
+
+
+class Placement:
+    """How the tensors of `fold.config` are stored, by their names in the model."""
+
+    def __init__(self, fold: Fold) -> None:
+        self.fold, self.config = fold, fold.config
+        self._order = _rotary_order(fold)
+
+    def get(self, name: str, stored: Callable[[str], Tensor], shape: Callable[[str], tuple[int, ...]]) -> Tensor:
+        """The tensor `name`; in float32 where it is changed.
+
+        Args:
+            stored: name there → the tensor as it is stored.
+            shape: name of ours → the shape of a tensor that is not stored.
+        """
+        if not self.fold.centred:
+            return self._plain(name, stored, shape)
+        module, _, kind = name.rpartition(".")
+        if module.endswith("norm") and not self.holds(name):
+            return self._plain(name, stored, shape)
+        if kind == "weight" and not module.endswith((*WRITERS, *_TABLES)):
+            return self._plain(name, stored, shape)
+        plain = self._plain(name, stored, shape) if self.holds(name) else torch.zeros(shape(name))
+        wide = plain.double()
+        if module.endswith((*WRITERS, *_TABLES)):
+            wide -= wide.mean(dim=1 if module.endswith(_TABLES) else 0, keepdim=True)
+        elif "shift" in self.fold.stored:
+            layer, leaf = split_name(name)
+            norm = "model.norm" if layer is None else f"model.layers.{layer}.{_norm_before(leaf)}"
+            shift = stored(self.place(f"{norm}.bias")[0]).double()
+            wide += self._plain(f"{module}.weight", stored, shape).double() @ shift
+        return wide.to(torch.float32)
+
+    def holds(self, name: str) -> bool:
+        """Whether the tensor `name` is stored; the others are 1 or, of one with centred norms, 0 at first."""
+        if not self.fold.centred:
+            return not (self.fold.plain_norms and name.endswith("norm.weight"))
+        module, _, kind = name.rpartition(".")
+        if module.endswith("norm"):
+            part = "norm" if kind == "weight" else "shift"
+        elif kind == "weight":
+            return True
+        else:
+            part = _BIASES.get(module.rpartition(".")[2], "mlp")
+        return part in self.fold.stored
+
+    def _plain(self, name: str, stored: Callable[[str], Tensor], shape: Callable[[str], tuple[int, ...]]) -> Tensor:
+        """The tensor without what centred norms need."""
+        if not self.holds(name):
+            return self._changed(name, torch.ones(shape(name)))
+        theirs, rows = self.place(name)
+        tensor = stored(theirs)
+        if name.endswith(_CHOICE):
+            return tensor.flatten()
+        tensor = tensor.t() if self.is_transposed(theirs) else tensor
+        return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+
+    def _changed(self, name: str, tensor: Tensor) -> Tensor:
+        fold, config = self.fold, self.config
+        layer, leaf = split_name(name)
+        norm = leaf.endswith("norm.weight")
+        embedding = layer is None and leaf == "model.embed_tokens.weight"
+        order, factor = self.arranged(name)
+        if not (norm and fold.plus_one) and not (embedding and fold.normed) and order is None and factor is None:
+            return tensor
+        wide = tensor.to(torch.float64)
+        if embedding and fold.normed:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+        if norm and fold.plus_one:
+            wide = wide + 1.0
+        wide = wide if order is None else wide[order]
+        if factor is not None:
+            wide = wide * factor.view(-1, *[1] * (wide.dim() - 1))
+        return wide.to(torch.float32)
+
+    def arranged(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """Which row of what is stored stands at each row of the tensor `name`, and the factors of these rows, or one of
+        all, in float64; None: as they are."""
+        fold, config = self.fold, self.config
+        layer, leaf = split_name(name)
+        norm = leaf.endswith("norm.weight")
+        order, factor = None, None
+        if leaf.startswith(("self_attn.q_", "self_attn.k_")) and self._order is not None:
+            heads = config.num_attention_heads if leaf.startswith("self_attn.q_") else config.num_key_value_heads
+            many = 1 if norm and config.qk_norm_over == "head" else heads
+            order = (torch.arange(many)[:, None] * config.head_dim + self._order).flatten()
+            scale = yarn_magnitudes(config.rope_scaling)[0]
+            if scale != 1.0:  # it reaches the dimensions that stand still here, and does not there
+                still = self._order >= (fold.rotary or config.head_dim)
+                factor = torch.where(still, 1 / scale, 1.0).double().repeat(many)
+        number = self._factor(layer, leaf)
+        if number != 1.0:
+            factor = torch.full((1,), number, dtype=torch.float64) if factor is None else factor * number
+        return order, factor
+
+    def _factor(self, layer: int | None, leaf: str) -> float:
+        fold, config = self.fold, self.config
+        if leaf == ("self_attn.q_norm.weight" if config.qk_norm else "self_attn.q_proj.weight") or (
+            leaf == "self_attn.q_proj.bias" and not config.qk_norm
+        ):
+            return fold.query
+        if leaf.startswith(_AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(WRITERS):
+            return fold.residual * (fold.experts if leaf.startswith(_OF_EXPERTS) else 1.0)
+        if layer is None and leaf == "model.embed_tokens.weight":
+            return fold.embedding
+        if layer is None and leaf.endswith("norm.weight"):
+            return fold.final
+        return 1.0
+
+    def place(self, name: str) -> tuple[str, Rows | None]:
+        """The name there of the tensor `name`, and its rows where it is a part of one."""
+        fold, config = self.fold, self.config
+        layer, leaf = split_name(name)
+        module, _, kind = leaf.rpartition(".")
+        if layer is None:
+            module = "model.embed_tokens" if fold.tied and module == "lm_head" else module
+            first = fold.first_position if module == "model.embed_positions" else 0
+            rows = Rows(first, first + config.max_position_embeddings) if first else None
+            return f"{fold.outside.get(module, module)}.{kind}", rows
+        if leaf in fold.names:
+            return f"{fold.layers}{layer}.{fold.names[leaf]}", None
+        rows = None
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        if fold.fused and module in _QKV:
+            at = _QKV.index(module)
+            begin = (0, query, query + key)[at]
+            heads = config.num_key_value_heads if fold.fused_heads else 0
+            rows = Rows(begin, begin + (key if at else query), heads, config.head_dim, at)
+            module = "self_attn.qkv_proj"
+        elif fold.fused_mlp and module.endswith(_MLP) and EXPERT.search(module) is None:
+            block, _, part = module.rpartition(".")
+            inner = config.ffn_size(layer)
+            if block != "mlp" and config.moe is not None:
+                inner = config.moe.shared_expert_intermediate_size
+            begin = inner * _MLP.index(part)
+            module, rows = f"{block}.gate_up_proj", Rows(begin, begin + inner)
+        return f"{fold.layers}{layer}.{self._module_there(module)}.{kind}", rows
+
+    def _module_there(self, module: str) -> str:
+        number = EXPERT.search(module)
+        if number is None:
+            return self.fold.names.get(module, module)
+        numbered = EXPERT.sub("*", module)
+        return self.fold.names.get(numbered, numbered).replace("*", number[0])
+
+    def parts_of(self, stored: str) -> list[str]:
+        """Our names of what the tensor `stored` holds."""
+        fold = self.fold
+        module, _, kind = stored.rpartition(".")
+        if stored.endswith(fold.unused) or stored.startswith(fold.apart):
+            return []
+        number, _, leaf = module.removeprefix(fold.layers).partition(".")
+        if not module.startswith(fold.layers) or not number.isdecimal():
+            found = _named_so(module, fold.outside)
+        elif fold.more_layers and int(number) >= self.config.num_hidden_layers:
+            return []
+        else:
+            if whole := [ours for ours, name in fold.names.items() if name == f"{leaf}.{kind}"]:
+                return [f"model.layers.{number}.{ours}" for ours in whole]
+            own = [each for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
+            found = [f"model.layers.{number}.{each}" for each in own]
+        shifts = kind == "bias" and "shift" in fold.stored
+        return [f"{each}.{kind}" for each in found if not (shifts and each.endswith("norm"))]
+
+    def is_transposed(self, theirs: str) -> bool:
+        """Whether the tensor `theirs` has inputs first."""
+        return theirs.endswith(tuple(f".{module}.weight" for module in self.fold.transposed))
+
+    def _fused(self, module: str) -> tuple[str, ...]:
+        if self.fold.fused and module == "self_attn.qkv_proj":
+            return _QKV
+        block, _, leaf = module.rpartition(".")
+        together = self.fold.fused_mlp and leaf == "gate_up_proj" and block in _MLPS
+        return tuple(f"{block}.{part}" for part in _MLP) if together else (module,)
+
+
+def _named_so(theirs: str, names: dict[str, str]) -> list[str]:
+    """Our names of the module `theirs`."""
+    number = EXPERT.search(theirs)
+    if number is None:
+        return [ours for ours, name in names.items() if name == theirs] or [theirs]
+    return [each.replace("*", number[0]) for each in _named_so(EXPERT.sub("*", theirs), names)]
+
+
+def _norm_before(leaf: str) -> str:
+    return "input_layernorm" if leaf.startswith("self_attn.") else "post_attention_layernorm"
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """ "model.layers.3.mlp.up_proj.weight" → 3 and "mlp.up_proj.weight"; a name outside layers → None and itself."""
+    if not name.startswith("model.layers."):
+        return None, name
+    number, _, leaf = name.removeprefix("model.layers.").partition(".")
+    if not number.isdecimal() or not leaf:
+        raise InputError(f"the tensor {name!r} has no place in a decoder")
+    return int(number), leaf
+
+
+def _rotary_order(fold: Fold) -> Tensor | None:
+    """(head_dim,) which dimension of a head of theirs stands at each place of ours; None: as it is."""
+    size = fold.config.head_dim
+    rotary = fold.rotary or size
+    if rotary == size and not fold.interleaved:
+        return torch.arange(size).view(2, -1).flip(0).flatten() if fold.backwards else None
+    dims = torch.arange(rotary)
+    pairs = dims.view(-1, 2).t() if fold.interleaved else dims.view(2, -1)
+    rest = torch.arange(rotary, size).view(2, -1)
+    return torch.cat((pairs[0], rest[0], pairs[1], rest[1]))
