@@ -33,11 +33,6 @@ class FoldedCheckpoint(Checkpoint):
         self._fold: Fold = fold_from_hf(values, source)
         return self._fold.config
 
-    @property
-    def plain(self) -> bool:
-        """Whether the folder holds the very tensors of the network, under its names."""
-        return self._fold == Fold(self.config)
-
     def _name_in_model(self, stored: str) -> str:
         return stored  # `Fold` has their names
 

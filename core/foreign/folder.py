@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penjing.core.foreign.gptq import Gptq
 from penjing.core.foreign.layer import Grouped, Packing, Shape
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import decoder_config_from_hf
+from penjing.core.models.tensor_names import tensor_shapes
 
 PACKINGS: dict[str, Callable[[dict[str, Any], str], Packing]] = {
     "awq": Awq,
@@ -83,6 +85,18 @@ class ForeignCheckpoint(Checkpoint):
         except InputError as error:
             raise InputError(f"{self.folder}: {error}; get the folder again") from None
 
+    def layers(self) -> tuple[str, ...]:
+        """Our names of the quantized layers."""
+        return tuple(self.modules)
+
+    def layer(self, name: str) -> Grouped:
+        """The layer that we call `name`, with the folder's integers; see `grouped`."""
+        return self.grouped(name)
+
+    def mixes(self) -> str | None:
+        """Why integers cannot stay, whatever the layers; None: nothing hinders them."""
+        return None
+
     def stored(self, name: str) -> torch.Tensor:
         """See `layer.Folder`."""
         return super().get(name)
@@ -123,4 +137,30 @@ class ForeignCheckpoint(Checkpoint):
 
 
 class FoldedForeignCheckpoint(FoldedCheckpoint, ForeignCheckpoint):
-    """Of a family whose factors go into its weights: made floating first, then folded."""
+    """Of a family whose factors go into its weights. Integers stay where these only move rows and multiply them: then
+    zeros move along, and scales are multiplied. Else weights are made floating first, then folded."""
+
+    def layers(self) -> tuple[str, ...]:
+        """See `ForeignCheckpoint`."""
+        linear = [name for name in tensor_shapes(self.config) if name.endswith(".weight")]
+        there = {name.removesuffix(".weight"): self._placement.place(name)[0] for name in linear}
+        return tuple(ours for ours, theirs in there.items() if theirs.removesuffix(".weight") in self.modules)
+
+    def layer(self, name: str) -> Grouped:
+        """See `ForeignCheckpoint`; scales are float32 where they are multiplied."""
+        theirs, rows = self._placement.place(f"{name}.weight")
+        found = self.grouped(theirs.removesuffix(".weight"))
+        order, factor = self._placement.arranged(f"{name}.weight")
+
+        def own(each: torch.Tensor) -> torch.Tensor:
+            mine = each if rows is None else rows.of(each)
+            return mine if order is None else mine[order]
+
+        scale_NG = own(found.scale_NG)
+        if factor is not None:
+            scale_NG = (scale_NG.to(torch.float64) * factor.view(-1, 1)).to(torch.float32)
+        return replace(found, code_NK=own(found.code_NK), zero_NG=own(found.zero_NG), scale_NG=scale_NG)
+
+    def mixes(self) -> str | None:
+        """See `ForeignCheckpoint`."""
+        return "means of its norms go into its weights" if self._fold.centred else None

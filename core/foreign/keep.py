@@ -18,7 +18,6 @@ from torch import Tensor
 
 from penjing.core.artifact.decoder import quantization_config
 from penjing.core.errors import ConfigError, InputError
-from penjing.core.folded.weights import FoldedCheckpoint
 from penjing.core.foreign.bitnet import BitNet
 from penjing.core.foreign.folder import ForeignCheckpoint
 from penjing.core.foreign.layer import TERNARY, TERNARY_ZERO, Grouped, num_groups
@@ -56,8 +55,9 @@ class Kept:
         self.activation_bits: ActivationBits = activation_bits or (8 if _rounds(checkpoint) else FLOATING)
         self.reason = _reason(checkpoint)
         self._symmetric, self._eight, self.four, self.three, self.group = True, list[str](), 0, 0, 0
-        for name in checkpoint.modules if self.reason is None else ():
-            layer = checkpoint.grouped(name)
+        self._layers = frozenset(checkpoint.layers())
+        for name in sorted(self._layers) if self.reason is None else ():
+            layer = checkpoint.layer(name)
             self.reason = self.reason or _reason_of_layer(name, layer)
             self._symmetric &= layer.symmetric()
             if layer.bits == 8:
@@ -79,7 +79,7 @@ class Kept:
         """`quantization_config` of the artifact."""
         shapes = tensor_shapes(self._checkpoint.config)
         linear = {name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")}
-        keep = sorted((linear | {"lm_head"}) - set(self._checkpoint.modules))
+        keep = sorted((linear | {"lm_head"}) - self._layers)
         if self._in_steps:
             return quantization_config(keep, group=self.group, whole=True)
         if not self.four:
@@ -93,10 +93,10 @@ class Kept:
         """Name and tensor of everything stored, one layer in memory at a time."""
         for name in tensor_shapes(self._checkpoint.config):
             module = name.removesuffix(".weight")
-            if not name.endswith(".weight") or module not in self._checkpoint.modules:
+            if not name.endswith(".weight") or module not in self._layers:
                 yield name, self._checkpoint.get(name)
                 continue
-            layer = self._checkpoint.grouped(module)
+            layer = self._checkpoint.layer(module)
             if layer.bits == 8 or (layer.bits == TERNARY and not self._in_steps):
                 yield name, (layer.code_NK.to(torch.int16) - (1 << (layer.bits - 1))).to(torch.int8)
                 yield f"{module}.weight_scale", layer.scale_NG
@@ -147,14 +147,14 @@ def _rounds(checkpoint: ForeignCheckpoint) -> bool:
 def _reason(checkpoint: ForeignCheckpoint) -> str | None:
     """Why no integers of this network can be kept; None: it depends on its layers."""
     config, shapes = checkpoint.config, tensor_shapes(checkpoint.config)
-    if isinstance(checkpoint, FoldedCheckpoint) and not checkpoint.plain:
-        return "factors of its family go into its weights"
-    for name in checkpoint.modules:
+    if (mixed := checkpoint.mixes()) is not None:
+        return mixed
+    for name in checkpoint.layers():
         if f"{name}.weight" not in shapes or not name.endswith(("_proj", "lm_head")):
             return f"{name} is no linear layer that runs in integers"
     if config.moe is not None or config.latent_attention is not None:
         return "it has experts or latent attention"
-    if "lm_head" in checkpoint.modules and config.tie_word_embeddings:
+    if "lm_head" in checkpoint.layers() and config.tie_word_embeddings:
         return "lm_head is quantized but tied to the embedding"
     return None
 
