@@ -27,6 +27,7 @@ from penjing.kernels.cpu.packing import LARGEST_STEPPED_GROUP, LEAST_GROUP
 from penjing.kernels.int4_linear import FLOATING, OFFSET, ActivationBits, pack_int4
 
 EMBEDDING = "model.embed_tokens.weight"
+_LINEAR = ("_proj.weight", ".mlp.gate.weight", ".shared_expert_gate.weight")  # the last two choose experts
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
@@ -78,7 +79,7 @@ class Kept:
     def quantization(self) -> dict[str, Any]:
         """`quantization_config` of the artifact."""
         shapes = tensor_shapes(self._checkpoint.config)
-        linear = {name.removesuffix(".weight") for name in shapes if name.endswith("_proj.weight")}
+        linear = {name.removesuffix(".weight") for name in shapes if name.endswith(_LINEAR)}
         keep = sorted((linear | {"lm_head"}) - self._layers)
         if self._in_steps:
             return quantization_config(keep, group=self.group, whole=True)
@@ -152,8 +153,8 @@ def _reason(checkpoint: ForeignCheckpoint) -> str | None:
     for name in checkpoint.layers():
         if f"{name}.weight" not in shapes or not name.endswith(("_proj", "lm_head")):
             return f"{name} is no linear layer that runs in integers"
-    if config.moe is not None or config.latent_attention is not None:
-        return "it has experts or latent attention"
+    if config.latent_attention is not None:
+        return "it has latent attention"
     if "lm_head" in checkpoint.layers() and config.tie_word_embeddings:
         return "lm_head is quantized but tied to the embedding"
     return None

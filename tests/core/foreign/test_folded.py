@@ -34,21 +34,26 @@ KEPT = {  # what moves and what is multiplied
     "exaone4": "nothing but names",
     "olmo3": "nothing but names",
     "lfm2_bias": "nothing but names, in convolutions too",
+    "qwen3_moe": "nothing: it is not folded, and has experts",
+    "olmoe": "names of experts",
+    "minimax_m2": "names of experts, dimensions that stand still",
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
 
 def write(
     folder: Path, tokenizer: Path, case: str, quantization: dict[str, Any], pack: Pack, bits: int = 4, size: int = 32
 ) -> tuple[Any, Tensors]:
     """A folder of random integers, transformers' network of what they stand for, and these weights."""
-    kind, changes, _ = CASES[case]
+    kind, changes, _ = CASES.get(case, ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}, ""))
     if case == "phi3_longrope_partial":  # four pairs of the wider heads rotate
         factors = {name: LONGROPE[name][:4] for name in ("short_factor", "long_factor")}
         changes = changes | {"rope_parameters": changes["rope_parameters"] | factors}
     reference = save(folder, tokenizer, kind, changes | WIDE)
     tensors, floating = load_file(folder / "model.safetensors"), Tensors()
     for index, (name, weight) in enumerate(list(tensors.items())):
-        if weight.dim() != 2 or "embed" in name or "lm_head" in name or weight.shape[1] % 32:
+        apart = name.endswith((".gate.weight", "router.weight", "router.layer.weight")) or "embed" in name
+        if weight.dim() != 2 or apart or "lm_head" in name or weight.shape[1] % 32:
             continue
         symmetric = bits == 8
         layer = random_layer(weight, bits, size or weight.shape[1], symmetric=symmetric, ordered=False, seed=index)
@@ -88,21 +93,22 @@ def test_integers_stay(
         "compressed": (compressed(symmetric=False), packed),
         "w8a8": (W8A8, plain, 8, 0),
     }
-    reference, floating = write(tmp_path / "hf", tiny_checkpoint, case, *packs[form])
+    _, floating = write(tmp_path / "hf", tiny_checkpoint, case, *packs[form])
     kept = open_checkpoint(import_model(str(tmp_path / "hf"), tmp_path / "kept"))
     floats = open_checkpoint(import_model(str(tmp_path / "hf"), tmp_path / "floats", dequantize=True))
     assert kept.quantization is not None
     linear = [name.removesuffix(".weight") for name in floats.tensor_names if name.endswith("_proj.weight")]
     schemes = quantized_modules(kept.quantization, linear)
     assert {scheme.bits for scheme in schemes.values()} == {8 if form == "w8a8" else 4}
-    assert len(schemes) >= len(floating) - (4 if "conv" in str(floating) else 0)
+    assert len(schemes) >= len(floating)
     for name, scheme in schemes.items():
         found, wanted = dequantized(name, scheme, kept.get), floats.get(f"{name}.weight").float()
         # A product and a sum are rounded where a factor has made scales of 24 bits of those of 11.
         torch.testing.assert_close(found, wanted, rtol=3e-7, atol=3e-7 * float(wanted.abs().max()))
     with torch.no_grad():
-        expected, made = reference(IDS).logits, load_model(kept.folder).model(IDS).float()
-    assert float((made - expected).square().mean().sqrt()) < 0.2 * float(expected.std())
+        expected, made = load_model(floats.folder).model(IDS), load_model(kept.folder).model(IDS).float()
+    # Of most tokens: for some a router chooses another expert.
+    assert float((made - expected).square().mean(-1).sqrt().median()) < 0.1 * float(expected.std())
 
 
 @pytest.mark.parametrize("case", ["phi", "cohere"])
