@@ -27,6 +27,7 @@ from penjing.core.folded.fold import (
     sliding_of,
     unrotated_of,
 )
+from penjing.core.folded.gated import GATED
 from penjing.core.folded.gemma import GEMMAS
 from penjing.core.folded.gpt_oss import GPT_OSS
 from penjing.core.folded.granite import GRANITES
@@ -354,5 +355,6 @@ _FAMILIES: dict[str, Family] = (
     | GPT_OSS
     | LEARNED
     | LFM2S
+    | GATED
     | PHIMOE
 )

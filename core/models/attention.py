@@ -61,6 +61,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
         self.g_proj = nn.Linear(hidden, config.gate_size, bias=False) if config.attention_gate is not None else None
+        self.channels_of_gate = config.head_dim if config.attention_gate == "channel" else 1
         self.gate_function: GateFunction = config.attention_gate_function
         inner_norm = RMSNorm(heads * config.head_dim, config.rms_norm_eps) if config.inner_norms else None
         self.attn_sub_norm = inner_norm
@@ -89,7 +90,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(self.layer, q, k, v, self.sinks)
         if self.g_proj is not None:
-            gate = open_gate(self.g_proj(x), self.gate_function).unflatten(-1, (attended.shape[-2], -1))
+            gate = open_gate(self.g_proj(x), self.gate_function).unflatten(-1, (-1, self.channels_of_gate))
             attended = attended * gate.to(attended.dtype)
         attended = attended.flatten(-2)
         return self.o_proj(attended if self.attn_sub_norm is None else self.attn_sub_norm(attended))

@@ -80,6 +80,7 @@ FOLDED = {
     "bitnet": "BitNetForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
     "gptj": "GPTJForCausalLM",
