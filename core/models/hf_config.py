@@ -80,6 +80,7 @@ FOLDED = {
     "bitnet": "BitNetForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "afmoe": "AfmoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
