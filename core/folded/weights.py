@@ -17,6 +17,8 @@ from penjing.core.models.config import DecoderConfig
 from penjing.core.models.rope import yarn_magnitudes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
+_OUT = "self_attn.o_proj.weight"
 _MLP = ("gate_proj", "up_proj")
 _TABLES = ("embed_tokens", "embed_positions")
 _MLPS = ("mlp", "mlp.shared_experts")
@@ -69,7 +71,9 @@ class FoldedCheckpoint(Checkpoint):
         if name.endswith(_CHOICE):
             return (math.prod(super().shape(theirs)),)  # ERNIE's is one row
         first, *others = reversed(super().shape(theirs)) if self._is_transposed(theirs) else super().shape(theirs)
-        return (first if rows is None else rows.count(first), *others)
+        found = (first if rows is None else rows.count(first), *others)
+        missing = self._missing(name)
+        return found if missing is None else missing.size(found)
 
     def dtype(self, name: str) -> str:
         """See `Checkpoint`."""
@@ -100,7 +104,20 @@ class FoldedCheckpoint(Checkpoint):
         if name.endswith(_CHOICE):
             return tensor.flatten()
         tensor = tensor.t() if self._is_transposed(theirs) else tensor
-        return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+        changed = self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+        missing = self._missing(name)
+        return changed if missing is None else missing.added(changed)
+
+    def _missing(self, name: str) -> _Missing | None:
+        """The heads that the tensor `name` lacks in the folder."""
+        layer, leaf = _split(name)
+        module = leaf.rpartition(".")[0]
+        if layer is None or not self._fold.heads or not (leaf == _OUT or module in _OF_QUERIES):
+            return None
+        there, whole = self._fold.heads[layer], self.config.num_attention_heads
+        if there == whole:
+            return None
+        return _Missing(int(leaf == _OUT), self.config.num_key_value_heads, there, whole)
 
     def _centred(self, name: str) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
@@ -124,6 +141,7 @@ class FoldedCheckpoint(Checkpoint):
     def _changed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         fold, config = self._fold, self.config
         layer, leaf = _split(name)
+        order = self._order_of(layer)
         norm = leaf.endswith("norm.weight")
         wide = tensor.to(torch.float64)
         embedding = layer is None and leaf == "model.embed_tokens.weight"
@@ -132,11 +150,12 @@ class FoldedCheckpoint(Checkpoint):
         if norm and fold.plus_one:
             wide = wide + 1.0
         heads = leaf.startswith(("self_attn.q_", "self_attn.k_"))
-        if heads and self._order is not None:
+        if heads and order is not None:
             many = 1 if norm and config.qk_norm_over == "head" else -1
-            split = wide.reshape(many, config.head_dim, *wide.shape[1:])[:, self._order]
+            split = wide.reshape(many, config.head_dim, *wide.shape[1:])[:, order]
             # What a scaling multiplies rotated queries and keys by reaches the dimensions that stand still, too.
-            split[:, self._order >= (fold.rotary or config.head_dim)] /= yarn_magnitudes(config.rope_scaling)[0]
+            if norm or not config.qk_norm:
+                split[:, order >= (fold.rotary or config.head_dim)] /= yarn_magnitudes(config.rope_scaling)[0]
             wide = split.reshape(wide.shape)
         factor = 1.0
         if leaf == ("self_attn.q_norm.weight" if config.qk_norm else "self_attn.q_proj.weight") or (
@@ -149,10 +168,17 @@ class FoldedCheckpoint(Checkpoint):
             factor = fold.embedding
         elif layer is None and norm:
             factor = fold.final
-        changed = (norm and fold.plus_one) or (embedding and fold.normed) or (heads and self._order is not None)
+        changed = (norm and fold.plus_one) or (embedding and fold.normed) or (heads and order is not None)
         if factor == 1.0 and not changed:
             return tensor
         return (wide * factor).to(torch.float32)
+
+    def _order_of(self, layer: int | None) -> torch.Tensor | None:
+        """Of the heads of a layer; see `_rotary_order`."""
+        kinds = self.config.layer_rotary
+        if layer is None or kinds is None or self.config.rotary_local_pairs is None:
+            return self._order
+        return None if kinds[layer] == "local" else self._order  # all dimensions of those rotate
 
     def _place(self, name: str) -> tuple[str, _Rows | None]:
         """The name in the folder of the tensor `name`, and its rows where it is a part of one."""
@@ -218,6 +244,29 @@ class FoldedCheckpoint(Checkpoint):
         block, _, leaf = module.rpartition(".")
         together = self._fold.fused_mlp and leaf == "gate_up_proj" and block in _MLPS
         return tuple(f"{block}.{part}" for part in _MLP) if together else (module,)
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """Heads of queries that a layer has fewer of than others, `there` of `whole`, along `dim` of a tensor: as many for
+    each of `groups` heads of keys, behind those that are there."""
+
+    dim: int
+    groups: int
+    there: int
+    whole: int
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with them; as it is where it is none of so many heads."""
+        each, rest = divmod(shape[self.dim], self.there)
+        return shape if rest else (*shape[: self.dim], each * self.whole, *shape[self.dim + 1 :])
+
+    def added(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with zeros in their places."""
+        parts = tensor.unflatten(self.dim, (self.groups, self.there // self.groups, -1))
+        sizes = list(parts.shape)
+        sizes[self.dim + 1] = (self.whole - self.there) // self.groups
+        return torch.cat((parts, parts.new_zeros(sizes)), self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ FOLDED = {
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
     "afmoe": "AfmoeForCausalLM",
+    "laguna": "LagunaForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neo": "GPTNeoForCausalLM",
     "gptj": "GPTJForCausalLM",

@@ -36,6 +36,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 10,
 }
 HALF = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 BASES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -66,6 +67,11 @@ EXPERT_CASES: dict[str, Case] = (
         "glm4_moe": (
             "glm4_moe",
             DEEPSEEK | {"head_dim": 16, "rope_parameters": HALF, "use_qk_norm": True, "attention_bias": True},
+            "penjing",
+        ),
+        "glm4_moe_yarn": (
+            "glm4_moe",
+            DEEPSEEK | {"head_dim": 16, "use_qk_norm": True, "rope_parameters": HALF | YARN},
             "penjing",
         ),
         "granitemoe": ("granitemoe", GRANITE | {"tie_word_embeddings": True}, "mixtral"),
