@@ -114,12 +114,14 @@ def _heads(values: Values, source: str) -> tuple[int, ...]:
 
 def _rotary(values: Values, source: str, types: list[str]) -> tuple[Values, Values]:
     """Rotary settings of layers that see all as Llama spells them, and what else follows for `types` of layers."""
+    if "rope_parameters" not in values:
+        refuse(values, source, "rope_scaling", "rope_theta", "partial_rotary_factor")
     sections = values.get("rope_parameters", _LAGUNA_ROPES)
     if not isinstance(sections, dict) or not all(isinstance(sections.get(kind), dict) for kind in types):
         raise InputError(f"{source}: rope_parameters must have rotary settings for each kind of layer")
-    whole = dict(sections["full_attention"]) if "full_attention" in types else {"rope_theta": 1.0}
+    whole = dict(sections["full_attention"]) if "full_attention" in types else {"rope_theta": 1e4}
     share = number_of({"partial_rotary_factor": 1.0} | whole, "partial_rotary_factor", source)
-    near = sections["sliding_attention"] if "sliding_attention" in types else {"rope_theta": 1.0}
+    near = sections["sliding_attention"] if "sliding_attention" in types else {"rope_theta": 1e4}
     for section in (whole, near):
         number_of(section, "rope_theta", source)
     plain = {"full_attention": whole | {"partial_rotary_factor": 1.0}, "sliding_attention": near}

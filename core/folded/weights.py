@@ -258,6 +258,8 @@ class _Missing:
 
     def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape with them; as it is where it is none of so many heads."""
+        if len(shape) <= self.dim:
+            return shape
         each, rest = divmod(shape[self.dim], self.there)
         return shape if rest else (*shape[: self.dim], each * self.whole, *shape[self.dim + 1 :])
 

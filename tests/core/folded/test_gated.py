@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AfmoeConfig, LagunaConfig, Lfm3Config
 
 from penjing.compress.run import run_recipe
@@ -60,6 +62,24 @@ def test_layers_that_lack_heads_have_zeros_in_their_places(tmp_path: Path, tiny_
         assert not missing.any()
         if name != "q_proj":  # whose dimensions are in another order
             assert torch.equal(there.flatten(dim, dim + 2), theirs.get_submodule(name).weight)
+
+
+def test_heads_of_another_count_than_the_file_says_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    kind, changes, _ = EXPERT_CASES["laguna"]
+    save(tmp_path / "hf", tiny_checkpoint, kind, changes)
+    path = tmp_path / "hf" / "config.json"
+    values = json.loads(path.read_text())
+    for heads in ([2, 6, 6, 2], [4, 6, 6, 4], [2, 4, 6, 4]):
+        path.write_text(json.dumps(values | {"num_attention_heads_per_layer": heads}))
+        with pytest.raises(InputError, match=r"self_attn\.[qgo]_proj\.weight has the shape"):
+            import_model(str(tmp_path / "hf"), tmp_path / "out")
+    weights = tmp_path / "hf" / "model.safetensors"
+    flat = load_file(weights)
+    flat["model.layers.0.self_attn.o_proj.weight"] = flat["model.layers.0.self_attn.o_proj.weight"].flatten()
+    save_file(flat, weights, {"format": "pt"})
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=r"layers\.0\.self_attn\.o_proj\.weight has the shape"):
+        import_model(str(tmp_path / "hf"), tmp_path / "out")
 
 
 @needs_extension
@@ -117,6 +137,7 @@ def test_four_bits(case: str, bound: float, tmp_path: Path, tiny_checkpoint: Pat
             },
             "partial_rotary_factor of sliding layers is not supported",
         ),
+        ("laguna", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling=.* is not supported"),
         ("lfm3", {"rope_theta": 1e5}, "rope_theta=100000.0 is not supported"),
         ("lfm3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, "and no others"),
         ("lfm3", {"layer_types": ["conv"] * 24}, "a layer with attention is needed besides"),
