@@ -103,10 +103,13 @@ def _rotary_of_lfm3(values: Values, source: str, slides: bool) -> tuple[Values, 
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
     }
     sections = values.get("rope_parameters", usual)
-    refuse(values, source, "rope_theta", "rope_scaling")
+    refuse(values, source, "rope_scaling")
     if not isinstance(sections, dict) or not set(sections) <= set(usual):
         raise InputError(f"{source}: rope_parameters must have rotary settings for each kind of layer, and no others")
-    rope, local = ropes_of({"rope_parameters": usual | sections}, source, 1e6, 1e4)
+    sections = usual | sections
+    for section in sections.values():
+        number_of(section if isinstance(section, dict) else {}, "rope_theta", source)
+    rope, local = ropes_of({"rope_parameters": sections}, source, 1e6, 1e4)
     whole = dict(rope.get("rope_parameters") or {})
     if whole.get("rope_type") != "proportional":
         return rope, local, {}

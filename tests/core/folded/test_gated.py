@@ -51,6 +51,15 @@ def test_what_the_file_leaves_out_is_what_transformers_assumes(kind: str) -> Non
         assert config.moe.mlp_only_layers == (0,)
 
 
+@pytest.mark.parametrize("kind", ["lfm3", "laguna"])
+def test_a_base_beside_those_of_each_kind_of_layer_changes_nothing(kind: str) -> None:
+    bases = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    values = {"model_type": kind, "rope_parameters": bases, **(LAGUNA if kind == "laguna" else {})}
+    theirs = CONFIGS[kind](**{name: each for name, each in values.items() if name != "model_type"}, rope_theta=123.0)
+    assert [theirs.rope_parameters[name]["rope_theta"] for name in bases] == [5e5, 1e4]
+    assert fold_from_hf(values | {"rope_theta": 123.0}, "it") == fold_from_hf(values, "it")
+
+
 def test_layers_that_lack_heads_have_zeros_in_their_places(tmp_path: Path, tiny_checkpoint: Path) -> None:
     reference = save(tmp_path / "hf", tiny_checkpoint, *EXPERT_CASES["laguna"][:2])
     out = open_checkpoint(import_model(str(tmp_path / "hf"), tmp_path / "out"))
@@ -138,7 +147,8 @@ def test_four_bits(case: str, bound: float, tmp_path: Path, tiny_checkpoint: Pat
             "partial_rotary_factor of sliding layers is not supported",
         ),
         ("laguna", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling=.* is not supported"),
-        ("lfm3", {"rope_theta": 1e5}, "rope_theta=100000.0 is not supported"),
+        ("lfm3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling=.* is not supported"),
+        ("lfm3", {"rope_parameters": {"sliding_attention": {}}, "rope_theta": 1e5}, "rope_theta must be a positive"),
         ("lfm3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, "and no others"),
         ("lfm3", {"layer_types": ["conv"] * 24}, "a layer with attention is needed besides"),
         ("lfm3", {"layer_types": ["mamba"] * 24}, "layer_types must name conv, full_attention, sliding_attention"),
