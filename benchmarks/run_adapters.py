@@ -34,10 +34,11 @@ from penjing.serve.runner.load import make_engine
 from penjing.serve.sampling.params import SamplingParams
 
 NUM_ADAPTERS, NUM_ANSWERS, NEW_TOKENS, PROMPT = 8, 16, 24, 240
+BESIDE = tuple(name for name in PROJECTIONS if name != "head_gate")
 KINDS: dict[str, tuple[int, tuple[str, ...], torch.dtype]] = {
-    "wide": (16, PROJECTIONS, torch.bfloat16),
+    "wide": (16, BESIDE, torch.bfloat16),
     "narrow": (8, ("q", "v"), torch.bfloat16),
-    "wide_float32": (16, PROJECTIONS, torch.float32),
+    "wide_float32": (16, BESIDE, torch.float32),
 }
 CONTESTANTS: dict[str, tuple[str | None, int]] = {
     "none": (None, 0),

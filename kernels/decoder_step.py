@@ -94,7 +94,7 @@ class DecoderStep:
         num_convs = sum(layer.taps is not None for layer in layers)
         self._pool_shape = (self.num_layers - num_convs, 2, None, num_kv_heads, None, head_dim)
         self._rows_shape = (num_convs, None, None, self.hidden)
-        check_layers(layers, self.hidden, num_heads * head_dim, num_kv_heads * head_dim)
+        check_layers(layers, self.hidden, num_heads, num_heads * head_dim, num_kv_heads * head_dim)
         if size(lm_head) != (self.vocab, self.hidden):
             raise ValueError(f"the LM head has shape {size(lm_head)}; {(self.vocab, self.hidden)} is needed")
         rows = inverse_frequency_F.shape[0] if inverse_frequency_F.dim() == 2 else 1

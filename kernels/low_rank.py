@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penjing.kernels.cpu import library as abi
 
-PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
-_ONE_INPUT = (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:])
+PROJECTIONS = ("q", "k", "v", "head_gate", "out", "gate", "up", "down")
+_ONE_INPUT = (PROJECTIONS[:4], PROJECTIONS[4:5], PROJECTIONS[5:7], PROJECTIONS[7:])
 BLOCK = 16  # outputs that are computed together
 LINE = 64  # bytes that each matrix begins at a multiple of
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penjing.kernels.activation import ACTIVATIONS
+from penjing.kernels.attention_gate import GATE_FUNCTIONS
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.functions import CpuExtension
 from penjing.kernels.hadamard import check_block
@@ -74,6 +75,8 @@ def _fill(out: abi.Layer, layer: LayerWeights, packer: Packer, hidden: int, num_
             raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         out.sinks = vector(layer.sinks, num_heads)
+    if layer.head_gate is not None:
+        out.gates, out.gate_function = size(layer.head_gate)[0], GATE_FUNCTIONS[layer.gate_function]
     if layer.taps is not None:
         taps_EK = layer.taps.detach().float().contiguous()
         packer.kept.append(taps_EK)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penjing.kernels.activation import Activation
+from penjing.kernels.attention_gate import GateFunction
 from penjing.kernels.cpu import library as abi
 from penjing.kernels.cpu.checks import float_linear
 from penjing.kernels.cpu.functions import CpuExtension
@@ -117,6 +118,9 @@ class LayerWeights:
     """(inner,): of what `down` reads, before its transform; experts have none."""
     sinks: Tensor | None = None
     """(heads,): a score more in each sum that attention divides by."""
+    head_gate: AnyLinear | None = None
+    """Gates of what attention gives, before `attended_norm`: one a head, or one a channel."""
+    gate_function: GateFunction = "sigmoid"
     curve: tuple[float, float] = (0.0, 0.0)
     """Of xielu."""
     parallel: bool = False
@@ -232,7 +236,7 @@ def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
 
 def mixers(layer: LayerWeights) -> Sequence[AnyLinear]:
     """What before attention, or the convolution in its place, reads the residual."""
-    return tuple(linear for linear in (layer.q, layer.k, layer.v) if linear is not None)
+    return tuple(linear for linear in (layer.q, layer.k, layer.v, layer.head_gate) if linear is not None)
 
 
 def gate_up(layer: LayerWeights) -> Sequence[AnyLinear]:
@@ -242,7 +246,7 @@ def gate_up(layer: LayerWeights) -> Sequence[AnyLinear]:
 
 def projections(layer: LayerWeights) -> dict[str, tuple[int, int]]:
     """Sizes of what an adapter may stand beside, by their names; experts have none."""
-    names = PROJECTIONS if layer.experts is None else PROJECTIONS[:4]
+    names = PROJECTIONS if layer.experts is None else PROJECTIONS[:5]
     return {name: size(linear) for name in names if (linear := getattr(layer, name)) is not None}
 
 
@@ -326,7 +330,7 @@ def _check_convolution(index: int, layer: LayerWeights, hidden: int) -> None:
     assert layer.taps is not None
     if layer.taps.dim() != 2 or layer.taps.shape[0] != hidden or layer.taps.shape[1] < 1:
         raise ValueError(f"layer {index}: taps have shape {tuple(layer.taps.shape)}; ({hidden}, taps) is needed")
-    others = ("k", "v", "q_norm", "k_norm", "sinks", "window", "attended_norm")
+    others = ("k", "v", "q_norm", "k_norm", "sinks", "window", "attended_norm", "head_gate")
     if found := [name for name in others if getattr(layer, name) is not None]:
         raise ValueError(f"layer {index}: a convolution has no {', '.join(found)}")
 
@@ -345,7 +349,7 @@ def _form(linear: AnyLinear) -> tuple[object, ...]:
     return (linear.weight_NK.dtype,)
 
 
-def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_size: int) -> None:
+def check_layers(layers: Sequence[LayerWeights], hidden: int, num_heads: int, q_size: int, kv_size: int) -> None:
     """Raise ValueError unless all layers have the shapes of one decoder."""
     if not layers:
         raise ValueError("a decoder without layers")
@@ -363,10 +367,14 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, q_size: int, kv_si
             _check_convolution(index, layer, hidden)
         elif layer.k is None or layer.v is None:
             raise ValueError(f"layer {index}: k or v is missing, and there are no taps")
+        gates = 0 if layer.head_gate is None else size(layer.head_gate)[0]
+        if gates not in (0, num_heads, q_size):
+            raise ValueError(f"layer {index}: {gates} gates; one for each of {num_heads} heads or {q_size} channels")
         shapes = {
             "q": (q_size if layer.taps is None else 3 * hidden, hidden),
             "k": (kv_size, hidden),
             "v": (kv_size, hidden),
+            "head_gate": (gates, hidden),
             "out": (hidden, q_size if layer.taps is None else hidden),
             "gate": (inner, hidden),
             "up": (inner, hidden),

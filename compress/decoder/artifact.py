@@ -184,10 +184,9 @@ class _Layers:
     def _transforms(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if self.rotations is not None:
-            found = {
-                RESIDUAL: rotation_signs(self.rotations.residual_EE),
-                HEAD_ROTATION: rotation_signs(self.rotations.head_DD),
-            }
+            found = {RESIDUAL: rotation_signs(self.rotations.residual_EE)}
+            if self.config.attention_gate != "channel":
+                found[HEAD_ROTATION] = rotation_signs(self.rotations.head_DD)
         for layer in range(self.config.num_hidden_layers):
             changes = self.tasks.load(_changes_name(layer))
             found |= {f"model.layers.{layer}.{name}": vector for name, vector in changes.items()}

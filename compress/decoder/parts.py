@@ -30,7 +30,9 @@ def mixer(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
     its result."""
     if "conv.in_proj.weight" in names:
         return ("conv.in_proj",), "conv.out_proj"
-    return ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
+    readers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gated = "self_attn.g_proj.weight" in names
+    return (*readers, "self_attn.g_proj") if gated else readers, "self_attn.o_proj"
 
 
 def is_routed(name: str) -> bool:

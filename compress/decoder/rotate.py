@@ -54,7 +54,8 @@ def rotate_layer(weights: Weights, config: DecoderConfig, residual_EE: Tensor, h
     Args:
         weights: the layer's float32 tensors.
         residual_EE: (hidden_size, hidden_size) orthogonal, shared by all layers.
-        head_DD: (head_dim, head_dim) orthogonal. Attention mixes positions, not channels, so it passes through.
+        head_DD: (head_dim, head_dim) orthogonal. Attention mixes positions, not channels, so it passes through, and
+            through one gate a head.
     """
     for norm, linears in norm_readers(weights).items():
         fold_norm(weights[f"{norm}.weight"], *(weights[f"{linear}.weight"] for linear in linears))
@@ -65,8 +66,8 @@ def rotate_layer(weights: Weights, config: DecoderConfig, residual_EE: Tensor, h
         for name in (f"{linear}.weight", f"{linear}.bias"):
             if name in weights:
                 weights[name] = rotate_output(weights[name], residual_EE)
-    if mixed != "self_attn.o_proj":
-        return  # each channel of a convolution has weights of its own
+    if mixed != "self_attn.o_proj" or config.attention_gate == "channel":
+        return  # each channel of a convolution has weights of its own, and each of those a gate
     per_head_q = torch.block_diag(*[head_DD] * config.num_attention_heads)
     per_head_v = torch.block_diag(*[head_DD] * config.num_key_value_heads)
     for name in ("self_attn.v_proj.weight", "self_attn.v_proj.bias"):

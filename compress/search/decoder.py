@@ -334,7 +334,7 @@ class DecoderTrials:
         """Of each layer multiply-accumulates of a token (an INT8 one counts a quarter) and bytes; of the head too."""
         config, found = self.config, list[Counted]()
         hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-        attention = 2 * hidden * (queries + config.num_key_value_heads * config.head_dim)
+        attention = hidden * (2 * (queries + config.num_key_value_heads * config.head_dim) + config.gate_size)
         extra = (2 if self.settings.offsets else 1) * 2 / self.settings.group  # bytes of a weight's scale and offset
         for index, (width, bits, _) in enumerate(self.of_layer):
             scope = tuple(sorted(each for each in (width, bits) if each is not None))

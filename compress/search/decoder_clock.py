@@ -90,6 +90,8 @@ class DecoderClock:
         self.config, self.settings, self.space, self.workload = config, settings, space, workload
         self.extension, self.variables, self.whole_bits = extension, variables, whole_bits
         self.groups = GROUPS if config.mlp_gated else GROUPS | {"gate_up": ("gate",)}
+        if config.attention_gate is not None:
+            self.groups = self.groups | {"qkv": (*GROUPS["qkv"], "head_gate")}
         self._whole: Callable[[], object] | None = None
         self._weights: dict[tuple[int, int, int], PackedInt8 | PackedInt4] = {}
 
@@ -282,6 +284,7 @@ class DecoderClock:
             "q": (queries, hidden),
             "k": (keys, hidden),
             "v": (keys, hidden),
+            "head_gate": (config.gate_size, hidden),
             "out": (hidden, queries),
             "gate": (inner, hidden),
             "up": (inner, hidden),

@@ -36,7 +36,7 @@ PICKLED = "adapter_model.bin"
 MAX_RANK = 1024
 _MOVES = ("rotate", "smooth_norm", "smooth_down", "smooth_output")  # of a recipe's transform: inputs and outputs
 _PART = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
-_LAYER = re.compile(r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|conv\.(in|out)_proj|mlp\.(gate|up|down)_proj)")
+_LAYER = re.compile(r"model\.layers\.[0-9]+\.(self_attn\.[qkvgo]_proj|conv\.(in|out)_proj|mlp\.(gate|up|down)_proj)")
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Settings by which PEFT computes something else than W + (alpha / r) B A, and what they are where it does not.
 PLAIN: Mapping[str, tuple[object, ...]] = {

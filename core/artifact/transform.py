@@ -30,7 +30,7 @@ from penjing.core.models.config import DecoderConfig
 FILE = Path("transform") / "layers.safetensors"
 RESIDUAL, HEAD = "rotation.residual", "rotation.head"
 INPUTS: Mapping[str, tuple[str, ...]] = {
-    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.g_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
     "conv.in_proj": ("conv.in_proj",),
     "conv.out_proj": ("conv.out_proj",),
@@ -147,7 +147,9 @@ def read_transforms(folder: Path, config: DecoderConfig) -> LayerTransforms | No
     for name, vector in vectors.items():
         if sizes.get(name) != tuple(vector.shape) or not bool(vector.double().isfinite().all()):
             raise InputError(f"{path}: {name:.100} does not belong to this network; make the artifact again")
-    wanted = [name for name in sizes if name == HEAD or name.endswith(".folded")] if RESIDUAL in vectors else []
+    heads = config.attention_gate != "channel"  # through which no rotation of a head passes
+    wanted = [name for name in sizes if (name == HEAD and heads) or name.endswith(".folded")]
+    wanted = wanted if RESIDUAL in vectors else []
     if lost := [name for name in wanted if name not in vectors]:
         raise InputError(f"{path} has no {lost[0]}; make the artifact again")
     return LayerTransforms(config, vectors)

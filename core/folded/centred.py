@@ -9,11 +9,18 @@ embedding keeps rows that are not centred, and is a matrix of its own from then 
 from __future__ import annotations
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Family, Fold, Values, config_of, flag_of, partial_of
+from penjing.core.folded.fold import Family, Fold, Values, config_of, count_of, flag_of, partial_of
 
 GELUS = {"gelu": "gelu"} | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
 TANH_FIRST = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 ONE_NORM = {"post_attention_layernorm": "input_layernorm"}
+_FALCON_NAMES = {
+    "self_attn.qkv_proj": "self_attention.query_key_value",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+_FALCON_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 
 
 def _starcoder2(values: Values, source: str) -> Fold:
@@ -95,6 +102,39 @@ def _olmo(values: Values, source: str) -> Fold:
     changes["tie_word_embeddings"] = tied
     config = config_of(values | {"rms_norm_eps": 1e-5}, source, **changes)
     return Fold(config, **how)
+
+
+def _falcon(values: Values, source: str) -> Fold:
+    """Attention and MLP run beside each other, behind one norm or two."""
+    refuse(values, source, "alibi")
+    newer, parallel = flag_of(values, "new_decoder_architecture", source), flag_of(values, "parallel_attn", source)
+    norms = values.get("num_ln_in_parallel_attn", 2 if newer else 1)
+    if norms not in ((1, 2) if newer and parallel else (1,)) or (newer and not parallel):
+        raise InputError(
+            f"{source}: num_ln_in_parallel_attn={norms!r} with parallel_attn={parallel} and "
+            f"new_decoder_architecture={newer} is not supported"
+        )
+    heads = count_of(values, "num_attention_heads", source, most=1_000_000)
+    width = count_of(values, "hidden_size", source, most=1_000_000)
+    shared = not newer and flag_of(values, "multi_query", source)
+    sizes = {
+        "num_key_value_heads": 1 if shared else values.get("num_kv_heads", heads),
+        "intermediate_size": values.get("ffn_hidden_size", 4 * width),
+        "head_dim": max(width // heads, 1),
+    }
+    bias = ("qkv", "out", "mlp") if flag_of(values, "bias", source) else ()
+    changes, how = centred(values, source, "norm", "shift", *bias)
+    changes |= {"parallel": parallel, "mlp_gated": False, "activation": GELUS[values["hidden_act"]]}
+    config = config_of(with_eps(values, "layer_norm_epsilon") | sizes, source, **changes)
+    return Fold(
+        config,
+        _FALCON_NAMES | (_FALCON_NORMS if norms == 2 else ONE_NORM if parallel else {}),
+        {"model.embed_tokens": "transformer.word_embeddings", "model.norm": "transformer.ln_f"},
+        "transformer.h.",
+        fused=True,
+        fused_heads=True,
+        **how,
+    )
 
 
 def centred(values: Values, source: str, *stored: str) -> tuple[Values, Values]:
@@ -197,4 +237,18 @@ CENTRED: dict[str, Family] = {
         ("relu2",),
     ),
     "olmo": Family(_olmo, {"max_position_embeddings": 2048, "attention_bias": False, "tie_word_embeddings": False}),
+    "falcon": Family(
+        _falcon,
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "new_decoder_architecture": False,
+            "parallel_attn": True,
+            "multi_query": True,
+            "bias": False,
+            "tie_word_embeddings": True,
+        },
+        tuple(GELUS),
+        aliases={"n_embed": "hidden_size"},
+    ),
 }

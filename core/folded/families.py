@@ -12,7 +12,6 @@ from penjing.core.errors import InputError
 from penjing.core.folded.centred import CENTRED
 from penjing.core.folded.cohere import COHERES
 from penjing.core.folded.experts import EXPERTS
-from penjing.core.folded.falcon import FALCON
 from penjing.core.folded.fold import (
     Family,
     Fold,
@@ -27,6 +26,7 @@ from penjing.core.folded.fold import (
     sliding_of,
     unrotated_of,
 )
+from penjing.core.folded.gated import GATED
 from penjing.core.folded.gemma import GEMMAS
 from penjing.core.folded.gpt_oss import GPT_OSS
 from penjing.core.folded.granite import GRANITES
@@ -346,7 +346,6 @@ _FAMILIES: dict[str, Family] = (
     }
     | CENTRED
     | COHERES
-    | FALCON
     | HUNYUANS
     | GEMMAS
     | GRANITES
@@ -354,5 +353,6 @@ _FAMILIES: dict[str, Family] = (
     | GPT_OSS
     | LEARNED
     | LFM2S
+    | GATED
     | PHIMOE
 )

@@ -48,6 +48,8 @@ class Fold:
         transposed: names there of linear layers of a layer whose weights are stored with inputs first.
         first_position: rows of the table of positions that stand before that of the first.
         more_layers: the folder has layers beyond those of the network, which guess further tokens.
+        heads: of each layer the heads of queries that it has there, where some have fewer than others; those it lacks
+            are zeros here, which give nothing.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
         apart: beginnings of names of what guesses further tokens.
     """
@@ -77,6 +79,7 @@ class Fold:
     transposed: tuple[str, ...] = ()
     first_position: int = 0
     more_layers: bool = False
+    heads: tuple[int, ...] = ()
     unused: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
 

@@ -1,9 +1,20 @@
-"""LFM2, dense and with experts: short convolutions in most layers, attention in the others."""
+"""LFM2, dense and with experts, and LFM3: short convolutions in most layers, attention in the others."""
 
 from __future__ import annotations
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Family, Fold, Values, config_of, count_of, flag_of, number_of, whole_of
+from penjing.core.folded.centred import refuse
+from penjing.core.folded.fold import (
+    Family,
+    Fold,
+    Values,
+    config_of,
+    count_of,
+    flag_of,
+    number_of,
+    ropes_of,
+    whole_of,
+)
 
 NAMES = {
     "input_layernorm": "operator_norm",
@@ -22,6 +33,11 @@ _ROUTED = {"mlp.gate": "feed_forward.gate", "mlp.e_score_correction_bias": "feed
 _EXPERTS = {
     f"mlp.experts.*.{ours}": (f"feed_forward.experts.*.{theirs}", f"feed_forward.experts.*.{ours}")
     for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+}
+LFM3_NAMES = {
+    **{ours: theirs for ours, theirs in NAMES.items() if not ours.startswith("self_attn.")},
+    "attention_output_norm": "post_operator_norm",
+    "mlp_output_norm": "post_ffn_norm",
 }
 _OUTSIDE = {"model.norm": "model.embedding_norm"}
 _LARGEST = 1_000_000  # of a width
@@ -50,6 +66,63 @@ def _lfm2_moe(values: Values, source: str) -> Fold:
     }
     config = config_of(values, source, qk_norm=True, moe=moe, **_layers(values, source))
     return Fold(config, NAMES | _ROUTED, dict(_OUTSIDE), spelled=_EXPERTS)
+
+
+def _lfm3(values: Values, source: str) -> Fold:
+    """What attention gives has a gate for each head; layers that slide rotate by a base of their own."""
+    layers = count_of(values, "num_hidden_layers", source)
+    usual = {2: "full_attention", 0: "sliding_attention"}
+    types = values.get("layer_types", [usual.get(layer % 4 if layer else 1, "conv") for layer in range(layers)])
+    known = ("conv", "full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
+        raise InputError(f"{source}: layer_types must name {', '.join(known)} for {layers} layers")
+    changes = _layers(
+        values | {"layer_types": ["conv" if each == "conv" else "full_attention" for each in types]}, source
+    )
+    slides = "sliding_attention" in types
+    rope, local, pairs = _rotary_of_lfm3(values, source, slides)
+    changes |= pairs | {
+        "layer_types": ["short_conv" if each == "conv" else each for each in types],
+        "sliding_window": count_of(values, "sliding_window", source, most=_LARGEST) if slides else None,
+        "layer_rotary": ["local" if each == "sliding_attention" else "main" for each in types] if slides else None,
+        "rope_local_theta": local,
+        "norms": "around" if flag_of(values, "use_sandwich_norm", source) else "before",
+        "attention_gate": "head" if flag_of(values, "use_attention_gate", source) else None,
+    }
+    config = config_of(values, source, rope, qk_norm=True, **changes)
+    return Fold(
+        config, LFM3_NAMES, dict(_OUTSIDE), spelled={"self_attn.g_proj": ("self_attn.gate_proj", "self_attn.g_proj")}
+    )
+
+
+def _rotary_of_lfm3(values: Values, source: str, slides: bool) -> tuple[Values, float, Values]:
+    """Rotary settings of layers that see all as Llama spells them, the base of those that slide, and of how many pairs
+    each turns. `proportional` turns some pairs as if all did, which is another base of so many."""
+    usual = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    }
+    sections = values.get("rope_parameters", usual)
+    refuse(values, source, "rope_scaling")
+    if not isinstance(sections, dict) or not set(sections) <= set(usual):
+        raise InputError(f"{source}: rope_parameters must have rotary settings for each kind of layer, and no others")
+    sections = usual | sections
+    for section in sections.values():
+        number_of(section if isinstance(section, dict) else {}, "rope_theta", source)
+    rope, local = ropes_of({"rope_parameters": sections}, source, 1e6, 1e4)
+    whole = dict(rope.get("rope_parameters") or {})
+    if whole.get("rope_type") != "proportional":
+        return rope, local, {}
+    size, theta = count_of(values, "head_dim", source), number_of(whole, "rope_theta", source)
+    share, factor = (number_of({name: 1.0} | whole, name, source) for name in ("partial_rotary_factor", "factor"))
+    pairs = int(share * size // 2)
+    if not 1 <= pairs <= size // 2:
+        raise InputError(f"{source}: partial_rotary_factor {share:g} of {size} dimensions is no number of pairs")
+    kind = {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+    found = {"rope_parameters": {"rope_theta": theta ** (2 * pairs / size), **kind}}
+    if pairs == size // 2:
+        return found, local, {}
+    return found, local, {"rotary_pairs": pairs, "rotary_local_pairs": size // 2 if slides else None}
 
 
 def _layers(values: Values, source: str) -> Values:
@@ -111,6 +184,27 @@ LFM2S: dict[str, Family] = {
             "block_multiple_of": 256,
             "block_ffn_dim_multiplier": 1.0,
             "block_auto_adjust_ff_dim": True,
+        },
+        aliases=_ALIASES,
+    ),
+    "lfm3": Family(
+        _lfm3,
+        {name: value for name, value in _USUAL.items() if name != "rope_theta"}
+        | {
+            "vocab_size": 128_000,
+            "hidden_size": 2048,
+            "intermediate_size": 7680,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 256,
+            "conv_L_cache": 7,
+            "use_sandwich_norm": True,
+            "use_attention_gate": True,
+            "pad_token_id": 124_893,
+            "bos_token_id": 124_894,
+            "eos_token_id": 124_900,
         },
         aliases=_ALIASES,
     ),

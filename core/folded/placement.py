@@ -14,6 +14,8 @@ from penjing.core.folded.fold import Fold
 from penjing.core.models.rope import yarn_magnitudes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
+_OUT = "self_attn.o_proj.weight"
 _MLP = ("gate_proj", "up_proj")
 _TABLES = ("embed_tokens", "embed_positions")
 _MLPS = ("mlp", "mlp.shared_experts")
@@ -48,6 +50,31 @@ class Rows:
             return max(0, min(self.end, rows) - self.begin)
         keys = self.heads * self.size
         return 0 if rows % keys else keys if self.part else rows - 2 * keys
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Heads of queries that a layer has fewer of than others, `there` of `whole`, along `dim` of a tensor: as many for
+    each of `groups` heads of keys, behind those that are there."""
+
+    dim: int
+    groups: int
+    there: int
+    whole: int
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with them; as it is where it is none of so many heads."""
+        if len(shape) <= self.dim:
+            return shape
+        each, rest = divmod(shape[self.dim], self.there)
+        return shape if rest else (*shape[: self.dim], each * self.whole, *shape[self.dim + 1 :])
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """The tensor with zeros in their places."""
+        parts = tensor.unflatten(self.dim, (self.groups, self.there // self.groups, -1))
+        sizes = list(parts.shape)
+        sizes[self.dim + 1] = (self.whole - self.there) // self.groups
+        return torch.cat((parts, parts.new_zeros(sizes)), self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
 class Placement:
@@ -104,7 +131,20 @@ class Placement:
         if name.endswith(_CHOICE):
             return tensor.flatten()
         tensor = tensor.t() if self.is_transposed(theirs) else tensor
-        return self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+        changed = self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+        missing = self.missing(name)
+        return changed if missing is None else missing.added(changed)
+
+    def missing(self, name: str) -> Missing | None:
+        """The heads that the tensor `name` lacks where it is stored."""
+        layer, leaf = split_name(name)
+        module = leaf.rpartition(".")[0]
+        if layer is None or not self.fold.heads or not (leaf == _OUT or module in _OF_QUERIES):
+            return None
+        there, whole = self.fold.heads[layer], self.config.num_attention_heads
+        if there == whole:
+            return None
+        return Missing(int(leaf == _OUT), self.config.num_key_value_heads, there, whole)
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
         fold, config = self.fold, self.config
@@ -131,18 +171,28 @@ class Placement:
         layer, leaf = split_name(name)
         norm = leaf.endswith("norm.weight")
         order, factor = None, None
-        if leaf.startswith(("self_attn.q_", "self_attn.k_")) and self._order is not None:
-            heads = config.num_attention_heads if leaf.startswith("self_attn.q_") else config.num_key_value_heads
+        rotated = self._order_of(layer)
+        if leaf.startswith(("self_attn.q_", "self_attn.k_")) and rotated is not None:
+            heads = config.num_attention_heads if layer is None or not fold.heads else fold.heads[layer]
+            heads = heads if leaf.startswith("self_attn.q_") else config.num_key_value_heads
             many = 1 if norm and config.qk_norm_over == "head" else heads
-            order = (torch.arange(many)[:, None] * config.head_dim + self._order).flatten()
+            order = (torch.arange(many)[:, None] * config.head_dim + rotated).flatten()
             scale = yarn_magnitudes(config.rope_scaling)[0]
-            if scale != 1.0:  # it reaches the dimensions that stand still here, and does not there
-                still = self._order >= (fold.rotary or config.head_dim)
+            if scale != 1.0 and (norm or not config.qk_norm):
+                # it reaches the dimensions that stand still here, and does not there
+                still = rotated >= (fold.rotary or config.head_dim)
                 factor = torch.where(still, 1 / scale, 1.0).double().repeat(many)
         number = self._factor(layer, leaf)
         if number != 1.0:
             factor = torch.full((1,), number, dtype=torch.float64) if factor is None else factor * number
         return order, factor
+
+    def _order_of(self, layer: int | None) -> Tensor | None:
+        """Of the heads of a layer; see `_rotary_order`."""
+        kinds = self.config.layer_rotary
+        if layer is None or kinds is None or self.config.rotary_local_pairs is None:
+            return self._order
+        return None if kinds[layer] == "local" else self._order  # all dimensions of those rotate
 
     def _factor(self, layer: int | None, leaf: str) -> float:
         fold, config = self.fold, self.config

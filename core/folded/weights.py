@@ -57,7 +57,9 @@ class FoldedCheckpoint(Checkpoint):
         if name.endswith(_CHOICE):
             return (math.prod(stored),)  # ERNIE's is one row
         first, *others = reversed(stored) if self._placement.is_transposed(theirs) else stored
-        return (first if rows is None else rows.count(first), *others)
+        found = (first if rows is None else rows.count(first), *others)
+        missing = self._placement.missing(name)
+        return found if missing is None else missing.size(found)
 
     def dtype(self, name: str) -> str:
         """See `Checkpoint`."""

@@ -163,4 +163,6 @@ class FoldedForeignCheckpoint(FoldedCheckpoint, ForeignCheckpoint):
 
     def mixes(self) -> str | None:
         """See `ForeignCheckpoint`."""
+        if self._fold.heads:
+            return "heads that some layers lack are added to them"
         return "means of its norms go into its weights" if self._fold.centred else None

@@ -16,6 +16,7 @@ from penjing.core.layers.short_conv import Before
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import yarn_magnitudes
+from penjing.kernels.attention_gate import GateFunction, open_gate
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.flash_attention import flash_attention, flash_attention_packed
 from penjing.kernels.lsh_attention import lsh_attention, rotations
@@ -44,7 +45,7 @@ class Attend:
 
 class Attention(nn.Module):
     """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan), rotation around
-    an `Attend`, and an optional norm before the last projection (BitNet)."""
+    an `Attend`, and an optional gate (Trinity, Laguna) or norm (BitNet) before the last projection."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -59,6 +60,9 @@ class Attention(nn.Module):
             whole = config.qk_norm_over == "all"
             self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
+        self.g_proj = nn.Linear(hidden, config.gate_size, bias=False) if config.attention_gate is not None else None
+        self.channels_of_gate = config.head_dim if config.attention_gate == "channel" else 1
+        self.gate_function: GateFunction = config.attention_gate_function
         inner_norm = RMSNorm(heads * config.head_dim, config.rms_norm_eps) if config.inner_norms else None
         self.attn_sub_norm = inner_norm
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
@@ -84,7 +88,11 @@ class Attention(nn.Module):
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.norm_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
-        attended = attend(self.layer, q, k, v, self.sinks).flatten(-2)
+        attended = attend(self.layer, q, k, v, self.sinks)
+        if self.g_proj is not None:
+            gate = open_gate(self.g_proj(x), self.gate_function).unflatten(-1, (-1, self.channels_of_gate))
+            attended = attended * gate.to(attended.dtype)
+        attended = attended.flatten(-2)
         return self.o_proj(attended if self.attn_sub_norm is None else self.attn_sub_norm(attended))
 
 

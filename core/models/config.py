@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
+from penjing.core.layers.departures import BESIDE_EXPERTS, DEPARTURES
 from penjing.core.layers.settings import (
     LSH,
     MAX_HEAD_DIM,
@@ -20,20 +21,6 @@ from penjing.core.layers.settings import (
 
 LayerType = Literal["full_attention", "sliding_attention", "lsh_attention", "short_conv"]
 Rotary = Literal["main", "local", "none"]
-
-
-_BESIDE_EXPERTS = (  # departures of what stands around them
-    "attention_sinks",
-    "qk_norm_over",
-    "qk_norm_rotated",
-    "layer_rotary",
-    "rotary_pairs",
-    "norms",
-    "parallel",
-    "head_bias",
-    "table_hadamard",
-    "conv_taps",
-)
 
 
 class DecoderConfig(Config):
@@ -122,6 +109,14 @@ class DecoderConfig(Config):
         default=False,
         description="Whether each head has a learned score more in the sum that attention divides by (gpt-oss).",
     )
+    attention_gate: Literal["head", "channel"] | None = Field(
+        default=None,
+        description="Whether what attention gives is multiplied by gates of what it reads, before its last matrix: one "
+        "for each head (Laguna), or for each channel (Trinity); none: it is not.",
+    )
+    attention_gate_function: Literal["sigmoid", "softplus"] = Field(
+        default="sigmoid", description="Of the gates of attention_gate: softplus may be above 1 (Laguna)."
+    )
     logit_cap: Number | None = Field(default=None, gt=0, description="The same of the logits.")
     layer_rotary: tuple[Rotary, ...] | None = Field(
         default=None,
@@ -140,6 +135,9 @@ class DecoderConfig(Config):
         default=None,
         gt=0,
         description="Pairs of a head's dimensions that rotate, i and i + D/2 for the first so many i; none: all.",
+    )
+    rotary_local_pairs: Whole | None = Field(
+        default=None, gt=0, description="The same of layers with local rotation; none: as rotary_pairs says."
     )
     sliding_window: Whole | None = Field(
         default=None, gt=0, description="Tokens that a query sees in a sliding layer, itself included."
@@ -281,7 +279,7 @@ class DecoderConfig(Config):
         if found and self.model_type != "penjing":
             raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
         alone = self.latent_attention is None and self.shared_layers == 1
-        beside = [each for each in found if not (alone and each.partition("=")[0] in _BESIDE_EXPERTS)]
+        beside = [each for each in found if not (alone and each.partition("=")[0] in BESIDE_EXPERTS)]
         if beside and (not alone or self.moe is not None):
             raise ValueError(f"{', '.join(beside)}: not beside moe, latent_attention or shared_layers")
         if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:
@@ -292,6 +290,10 @@ class DecoderConfig(Config):
             raise ValueError(
                 f"rotary_pairs={self.rotary_pairs}: below head_dim / 2 = {self.head_dim // 2}, or left out"
             )
+        if self.rotary_local_pairs is not None and self.rotary_local_pairs > self.head_dim // 2:
+            raise ValueError(f"rotary_local_pairs={self.rotary_local_pairs}: at most {self.head_dim // 2}")
+        if self.attention_gate is None and self.attention_gate_function != "sigmoid":
+            raise ValueError(f"attention_gate_function={self.attention_gate_function!r} needs attention_gate")
         if self.qk_norm_over == "all" and (not self.qk_norm or self.qk_norm_rotated):
             raise ValueError("qk_norm_over='all' needs qk_norm, and does not go with qk_norm_rotated")
         if self.qk_norm_rotated and not self.qk_norm:
@@ -307,26 +309,8 @@ class DecoderConfig(Config):
     def departures(self) -> list[str]:
         """Where a layer departs from Llama's in ways that no Hugging Face type of `hf_config` has, as NAME=VALUE.
         Whatever computes a layer knows each of them or refuses it by this name."""
-        names = (
-            "qk_norm_over",
-            "qk_norm_rotated",
-            "norms",
-            "inner_norms",
-            "activation",
-            "mlp_gated",
-            "parallel",
-            "head_bias",
-            "attention_cap",
-            "attention_sinks",
-            "logit_cap",
-            "layer_rotary",
-            "rotary_pairs",
-            "learned_positions",
-            "table_hadamard",
-            "conv_taps",
-        )
-        usual = {name: type(self).model_fields[name].default for name in names}
-        found = {name: value for name in names if (value := getattr(self, name)) != usual[name]}
+        usual = {name: type(self).model_fields[name].default for name in DEPARTURES}
+        found = {name: value for name in DEPARTURES if (value := getattr(self, name)) != usual[name]}
         if (kinds := found.get("layer_rotary")) is not None:
             found["layer_rotary"] = "/".join(sorted(set(kinds)))
         return [f"{name}={value}" for name, value in found.items()]
@@ -340,6 +324,12 @@ class DecoderConfig(Config):
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+    @property
+    def gate_size(self) -> int:
+        """Gates of a token's attention in a layer, 0 where there are none."""
+        each = {None: 0, "head": 1, "channel": self.head_dim}[self.attention_gate]
+        return each * self.num_attention_heads
 
     def is_conv(self, layer: int) -> bool:
         """Whether `layer` has a short convolution in place of attention."""

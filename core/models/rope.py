@@ -30,7 +30,8 @@ def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
     """
     if config.layer_rotary is None:
         return _filled(config, _main_frequencies(config))
-    plain = {"layer_rotary": None, "rope_theta": config.rope_local_theta, "rope_scaling": RopeScaling()}
+    pairs = config.rotary_pairs if config.rotary_local_pairs is None else config.rotary_local_pairs
+    plain = {"rope_theta": config.rope_local_theta, "rope_scaling": RopeScaling(), "rotary_pairs": pairs}
     rows = [_main_frequencies(config), _main_frequencies(config.model_copy(update=plain))]
     filled = [_filled(config, row) for row in rows]
     return torch.stack([*filled, torch.zeros_like(filled[0])])

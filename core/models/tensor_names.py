@@ -145,6 +145,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         | _linear("self_attn.v_proj", key, hidden, bias)
         | _linear("self_attn.o_proj", hidden, query, config.attention_output_bias)
     )
+    if config.attention_gate is not None:
+        shapes |= _linear("self_attn.g_proj", config.gate_size, hidden, False)
     if config.attention_sinks:
         shapes["self_attn.sinks"] = (heads,)
     if config.inner_norms:

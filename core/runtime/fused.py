@@ -187,6 +187,8 @@ def _attention(attention: nn.Module) -> dict[str, Any]:
         "k_norm": attention.k_norm.weight if attention.qk_norm else None,
         "attended_norm": _norm(attention.attn_sub_norm),
         "sinks": attention.sinks,
+        "head_gate": None if attention.g_proj is None else _linear(attention.g_proj),
+        "gate_function": attention.gate_function,
     }
 
 

@@ -59,11 +59,12 @@ struct PjExperts {
                               // the router; it is as wide as the others or wider
 };
 
-// One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart. A
+// One decoder layer. A fused projection has its product in the first slot and count 1; else q, k, v (gate, up) apart, and
+// behind v what gates the result of attention, where there is such. A
 // layer with `taps` has a gated convolution over the last tokens in place of attention: the first slot gives (3, hidden),
 // what gates the input, what gates the result, and the input; there are no head norms, sinks or window.
 struct PjLayer {
-    PjLinear qkv[3];
+    PjLinear qkv[4];
     PjLinear out;
     PjLinear gate_up[2];
     PjLinear down;
@@ -84,7 +85,8 @@ struct PjLayer {
     int64_t num_taps;
     int64_t place;             // which of the layers with attention it is, whose pages follow each other; or with taps
     float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative
-    int32_t num_qkv;           // 1 or 3
+    int64_t gates;             // of the result of attention: one a head, or one a channel; 0: none
+    int32_t num_qkv;           // 1, 3 or 4
     int32_t num_gate_up;       // 1 or 2
     int32_t activation;        // of the gate: 0 silu, 1 gelu by its tanh formula, 3 relu²; without `gated` also 2 gelu,
                                // 4 relu, 5 xIELU; of experts' gates also 6, see clamped_row
@@ -93,6 +95,8 @@ struct PjLayer {
     int32_t gated;             // 0: gate_up has the gate alone, which is activated and not multiplied
     int32_t parallel;          // the MLP reads what attention reads; out_norm and down_norm are null
     int32_t norm_rotated;      // q_norm and k_norm come after the rotation
+    int32_t gate_function;     // 7: the gates' logistic function, 8: their softplus
+    int32_t unused;
 };
 
 // What finds the largest output of an INT8 LM head from a copy in 4 bits, see screen.h.

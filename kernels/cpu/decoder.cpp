@@ -219,6 +219,7 @@ void Decoder::attention(const Team& team, int64_t layer) {
     std::atomic<int64_t>& next = next_[static_cast<size_t>(3 * layer + 2)];
     run_attention_items(ops, plan_, call, last ? wanted_.data() : nullptr, next, scratch);
     Layers::sync(team, layers_[layer].out);
+    if (layers_[layer].gates) layers_.gate_heads(team, layer, last ? wanted_rows_.data() : nullptr, attended_);
 }
 
 void Decoder::embed(int64_t begin, int64_t end) {

@@ -12,6 +12,7 @@ Layers::Layers(const PjModel& model, const StepRows& step)
         norms_after_ = norms_after_ || layer.out_norm;
         all_keys = all_keys || (layer.window == 0 && !layer.taps);
         if (layer.taps) most_taps_ = std::max(most_taps_, layer.num_taps);
+        else most_gates_ = std::max(most_gates_, layer.gates);
         if (layer.experts) {
             num_experts_ = std::max(num_experts_, layer.experts->num_experts);
             experts_per_row_ = std::max(experts_per_row_, layer.experts->per_row);
@@ -74,7 +75,8 @@ void Layers::head(const Team& team, int64_t index, int64_t row, int64_t count, c
         return;
     }
     adapt(team, index, who, count, b.rows.x, hidden, b.low,
-          {of_q, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16}});
+          {of_q, {PROJ_K, k, qkv_size(), 16}, {PROJ_V, v, qkv_size(), 16},
+           {PROJ_HEAD_GATE, v + kv_size(), qkv_size(), 16}});
     sync(team, layer.out);
     if (layer.whole_norm) norm_heads(team, layer, row, count);
     const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
@@ -112,6 +114,20 @@ void Layers::store_rotated(int64_t index, int64_t row, int64_t part) const {
     if (is_query || slot < 0) return;
     const int64_t kv_head = (part - model_.num_heads) % model_.num_kv_heads;
     store_key_value(*step_.ops, pages(index), slot, kv_head, is_value ? nullptr : x, is_value ? x : nullptr);
+}
+
+void Layers::gate_heads(const Team& team, int64_t index, const uint8_t* wanted, float* attended) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t rows = step_.in.rows, each = q_size() / layer.gates;  // channels of a gate
+    for (int64_t row = share(rows, team.member, team.members); row < share(rows, team.member + 1, team.members); ++row) {
+        if (wanted && !wanted[row]) continue;
+        float* gate = step_.qkv + row * qkv_size() + q_size() + 2 * kv_size();
+        float* x = attended + row * attended_size();
+        step_.ops->activate_row(gate, layer.gate_function, layer.curve, layer.gates, gate);
+        for (int64_t i = 0; i < layer.gates; ++i)
+            for (int64_t j = i * each; j < (i + 1) * each; ++j) x[j] *= gate[i];
+    }
+    sync(team, layer.out);
 }
 
 // What the adapters of some rows add to projections of one input, which the team has computed or is computing. Ends

@@ -26,7 +26,7 @@ struct StepRows {
     StepInput in;
     int64_t rank;   // the largest of the step's adapters; 0: no row has one
     float* hidden;  // (rows, hidden) the residual
-    float* qkv;     // (rows, qkv_size) queries, keys and values, or what a convolution's projection gives
+    float* qkv;     // (rows, qkv_size) queries, keys, values and gates, or what a convolution's projection gives
 };
 
 constexpr int32_t SQUARED = 3, CLAMPED = 6;  // PjLayer's activation
@@ -50,7 +50,7 @@ struct Buffers {
     Rows rows;   // input of the next linear layer
     float* act;  // (rows, intermediate), or (rows, 2 × intermediate) when gate and up are apart
     float* gated;  // (rows, intermediate) what `down` reads, and
-    float* low;    // (3, rows, rank), where a step has adapters
+    float* low;    // (MOST_TOGETHER, rows, rank), where a step has adapters
     float* made;   // (rows, hidden) what a half of a layer gives, where a norm stands before the residual
     ExpertRows experts;
 };
@@ -64,7 +64,7 @@ public:
     int64_t widest_window() const { return widest_; }  // keys that the widest window sees; 0: all
     int64_t q_size() const { return model_.num_heads * model_.head_dim; }
     int64_t kv_size() const { return model_.num_kv_heads * model_.head_dim; }
-    int64_t qkv_size() const { return std::max(q_size() + 2 * kv_size(), most_taps_ ? 3 * model_.hidden : 0); }
+    int64_t qkv_size() const { return std::max(q_size() + 2 * kv_size() + most_gates_, most_taps_ ? 3 * model_.hidden : 0); }
     int64_t attended_size() const { return std::max(q_size(), most_taps_ ? model_.hidden : 0); }
     int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate}); }
     bool has_experts() const { return num_experts_ > 0; }
@@ -81,6 +81,8 @@ public:
     // Of a layer with taps what `project` reads, (rows, attended_size), for this member's share of the rows; those that
     // are not `wanted`, where that is given, are left out. Ends without a barrier.
     void convolve(const Team& team, int64_t layer, const uint8_t* wanted, float* attended) const;
+    // Of a layer with gates the same: the result of attention times them, in place. Ends with a barrier.
+    void gate_heads(const Team& team, int64_t layer, const uint8_t* wanted, float* attended) const;
 
     // Rows [row, row + count) up to their attention. Ends with a barrier, as `tail` does.
     void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b) const;
@@ -153,7 +155,7 @@ private:
     const StepRows& step_;
     std::vector<PjLayer> layers_;
     bool whole_gate_ = true, norms_after_ = false;
-    int64_t widest_ = 0, num_experts_ = 0, experts_per_row_ = 0, most_taps_ = 0;  // the most of a layer
+    int64_t widest_ = 0, num_experts_ = 0, experts_per_row_ = 0, most_taps_ = 0, most_gates_ = 0;  // the most of a layer
 };
 
 }  // namespace penjing

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 33
+ABI_VERSION = 34
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -73,7 +73,7 @@ class Layer(ctypes.Structure):
     """PjLayer."""
 
     _fields_ = (
-        ("qkv", Linear * 3),
+        ("qkv", Linear * 4),
         ("out", Linear),
         ("gate_up", Linear * 2),
         ("down", Linear),
@@ -94,6 +94,7 @@ class Layer(ctypes.Structure):
         ("num_taps", c_int64),
         ("place", c_int64),
         ("curve", c_float * 2),
+        ("gates", c_int64),
         ("num_qkv", c_int32),
         ("num_gate_up", c_int32),
         ("activation", c_int32),
@@ -102,6 +103,8 @@ class Layer(ctypes.Structure):
         ("gated", c_int32),
         ("parallel", c_int32),
         ("norm_rotated", c_int32),
+        ("gate_function", c_int32),
+        ("unused", c_int32),
     )
 
 

@@ -10,9 +10,9 @@
 
 namespace penjing {
 
-enum Projection { PROJ_Q, PROJ_K, PROJ_V, PROJ_OUT, PROJ_GATE, PROJ_UP, PROJ_DOWN, NUM_PROJECTIONS };
+enum Projection { PROJ_Q, PROJ_K, PROJ_V, PROJ_HEAD_GATE, PROJ_OUT, PROJ_GATE, PROJ_UP, PROJ_DOWN, NUM_PROJECTIONS };
 
-constexpr int MOST_TOGETHER = 3;  // projections of one input
+constexpr int MOST_TOGETHER = 4;  // projections of one input
 
 // Where a projection's outputs lie: of a row, each 16 of them `spread` floats behind the 16 before.
 struct LowRankOut {

@@ -249,7 +249,7 @@ inline void relu2_glu_row(const float* gate, const float* up, int64_t n, float* 
     }
 }
 
-// `kind` and `curve`: PjLayer's.
+// `kind` and `curve`: PjLayer's, of an activation or of gates.
 inline void activate_row(const float* x, int32_t kind, const float* curve, int64_t n, float* out) {
     const V one = v_set(1.0f);
     for (int64_t i = 0; i < n; i += W) {
@@ -260,6 +260,8 @@ inline void activate_row(const float* x, int32_t kind, const float* curve, int64
                        : kind == 2 ? v_gelu(value)
                        : kind == 3 ? v_mul(positive, positive)
                        : kind == 4 ? positive
+                       : kind == 7 ? v_sigmoid(value)
+                       : kind == 8 ? v_softplus(value)
                                    : v_xielu(value, curve[0], curve[1]);
         v_store_n(out + i, made, count);
     }

@@ -57,6 +57,26 @@ inline V v_xielu(V x, float p, float n) {
     return v_fma(v_mul(positive, positive), v_set(p), halved);
 }
 
+// The logistic function.
+inline V v_sigmoid(V x) { return v_div(v_set(1.0f), v_add(v_set(1.0f), v_exp2(v_mul(x, v_set(-1.44269504f))))); }
+
+// log(1 + eˣ) = max(x, 0) + log(1 + t) with t = e^−|x|, and log(1 + t) = 2 artanh(t / (2 + t)), whose series ends below
+// 1e-8 of it.
+inline V v_softplus(V x) {
+    const V size = v_max(x, v_sub(v_zero(), x));
+    const V t = v_exp2(v_mul(size, v_set(-1.44269504f)));
+    const V s = v_div(t, v_add(v_set(2.0f), t)), square = v_mul(s, s);
+    V p = v_set(2.0f / 15.0f);
+    p = v_fma(p, square, v_set(2.0f / 13.0f));
+    p = v_fma(p, square, v_set(2.0f / 11.0f));
+    p = v_fma(p, square, v_set(2.0f / 9.0f));
+    p = v_fma(p, square, v_set(2.0f / 7.0f));
+    p = v_fma(p, square, v_set(2.0f / 5.0f));
+    p = v_fma(p, square, v_set(2.0f / 3.0f));
+    p = v_fma(p, square, v_set(2.0f));
+    return v_fma(p, s, v_max(v_zero(), x));
+}
+
 // cap × tanh(x / cap); tanh(z) = 1 − 2 / (1 + exp(2 z)).
 inline V v_soft_cap(V x, float cap) {
     const V exponential = v_exp2(v_mul(x, v_set(2.88539008f / cap)));

@@ -20,6 +20,7 @@ _NAMES = {
     "q": ("self_attn.q_proj", "conv.in_proj"),
     "k": ("self_attn.k_proj",),
     "v": ("self_attn.v_proj",),
+    "head_gate": ("self_attn.g_proj",),
     "out": ("self_attn.o_proj", "conv.out_proj"),
     "gate": ("mlp.gate_proj",),
     "up": ("mlp.up_proj",),

@@ -32,6 +32,6 @@ LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
   tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_attention.py tests/kernels/test_decoder_step.py \
   tests/kernels/test_kv_cache_int8.py tests/kernels/test_kv_cache_float16.py tests/kernels/test_kv_cache_bfloat16.py tests/kernels/test_int4_linear.py tests/kernels/test_half_int4.py \
   tests/kernels/test_stepped.py tests/kernels/test_levels_agree.py \
-  tests/kernels/test_turned_pages.py tests/kernels/test_key_blocks.py tests/kernels/test_choice_of_blocks.py tests/kernels/test_low_rank.py tests/kernels/test_row_pages.py tests/kernels/test_activation.py \
+  tests/kernels/test_turned_pages.py tests/kernels/test_key_blocks.py tests/kernels/test_choice_of_blocks.py tests/kernels/test_low_rank.py tests/kernels/test_row_pages.py tests/kernels/test_activation.py tests/kernels/test_attention_gate.py \
   tests/serve/sampling/test_choice.py tests/serve/sampling/test_hostile_logits.py \
   --deselect tests/kernels/test_cpu_attention.py::test_pages_beyond_two_billion_elements "$@"

@@ -31,6 +31,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "attended_norm": torch.linspace(0.5, 1.5, HEADS * HEAD_DIM),
         "inner_norm": torch.linspace(1.5, 0.5, INNER),
     },
+    "laguna": {"gate_function": "softplus"},
     "mixtral": {},
     "gpt_oss": {"activation": "clamped_swiglu", "sinks": torch.linspace(-1, 1, HEADS)},
     "qwen2_moe": {"out_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)},
@@ -65,7 +66,7 @@ def make_step(
         qkv = linear(q_size, HIDDEN), linear(kv_size, HIDDEN), linear(kv_size, HIDDEN)
         mlp = linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER)
         norms = torch.ones(HIDDEN), torch.ones(HIDDEN)
-        experts = None
+        experts, gate = None, linear(HEADS, HIDDEN) if style == "laguna" else None
         if style in EXPERTS:
             others = [(linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER)) for _ in range(4)]
             how: dict[str, Any] = {"factor": 0.9}
@@ -82,9 +83,8 @@ def make_step(
             rows = 4 if style == "gpt_oss" else 5
             router = FloatLinear(torch.randn(rows, HIDDEN, generator=generator), torch.linspace(-0.1, 0.1, rows))
             experts = ExpertLayers(router, gates, ups, downs, 2, **how)
-        return replace(
-            LayerWeights(*qkv, linear(HIDDEN, q_size), *mlp, *norms, window=window, experts=experts), **STYLES[style]
-        )
+        weights = LayerWeights(*qkv, linear(HIDDEN, q_size), *mlp, *norms, window=window, experts=experts)
+        return replace(weights, head_gate=gate, **STYLES[style])
 
     arguments: dict[str, Any] = {
         "layers": [layer(window) for window in windows],

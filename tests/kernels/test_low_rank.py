@@ -21,6 +21,7 @@ SHAPES = {
     "q": (32, 48),
     "k": (16, 48),
     "v": (16, 48),
+    "head_gate": (32, 48),
     "out": (48, 32),
     "gate": (72, 48),
     "up": (72, 48),
@@ -94,13 +95,15 @@ def test_the_transform_before_down_does_not_reach_the_adapter(isa: CpuExtension)
     assert (run(step, ids, slots) - expected).abs().max() < 2e-4 * expected.std()
 
 
-@pytest.mark.parametrize("style", ["llama", "neox", "mixtral"])
+@pytest.mark.parametrize("style", ["llama", "neox", "mixtral", "laguna"])
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float"])
 def test_rows_keep_their_bits_in_any_company(isa: CpuExtension, threads: CpuExtension, int8: bool, style: str) -> None:
     """Alone, beside other adapters and none, in chunks, by rows and by columns; rows without one as in a step that
     knows of none."""
     step = make_step(int8, style=style)  # of INT8 the gate and up projections are one
-    shapes = SHAPES | {"gate": (80, 48), "up": (80, 48), "down": (48, 80)}
+    shapes = SHAPES | {"gate": (80, 48), "up": (80, 48), "down": (48, 80), "head_gate": (4, 48)}
+    if style != "laguna":
+        del shapes["head_gate"]
     lacks = {"neox": ("up",), "mixtral": ("gate", "up", "down")}  # experts have no adapters
     for name in lacks.get(style, ()):
         del shapes[name]

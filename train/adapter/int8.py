@@ -30,7 +30,7 @@ from penjing.kernels.quantize import quantize_per_token_torch
 from penjing.train.state.initial import Values, Weights, checkpoint_weights
 
 _TOGETHER = 256  # rows whose sums are in memory at once: of a vocabulary of 49,152 they are 100 MB
-_LAYER = re.compile(r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|conv\.(in|out)_proj|mlp\.(gate|up|down)_proj)")
+_LAYER = re.compile(r"model\.layers\.[0-9]+\.(self_attn\.[qkvgo]_proj|conv\.(in|out)_proj|mlp\.(gate|up|down)_proj)")
 _EMBEDDING = "model.embed_tokens.weight"
 _FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

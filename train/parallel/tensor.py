@@ -114,7 +114,7 @@ def _is_whole(parameter: nn.Parameter) -> bool:
 
 def _split_layer(layer: DecoderLayer, mesh: DeviceMesh, between: Shard | Replicate, experts: DeviceMesh) -> None:
     attention = layer.self_attn
-    # One gather before the three (two) products, and one reduction of their input gradients.
+    # One gather before the products of one input, and one reduction of their input gradients.
     parallelize_module(
         attention,
         mesh,
@@ -122,6 +122,7 @@ def _split_layer(layer: DecoderLayer, mesh: DeviceMesh, between: Shard | Replica
             "q_proj": Columns(),
             "k_proj": Columns(),
             "v_proj": Columns(),
+            "g_proj": Columns(),
             "o_proj": Rows(output_layouts=between),
         },
     )

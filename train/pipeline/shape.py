@@ -111,8 +111,10 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
         experts = moe.num_experts * 3 * hidden * moe.moe_intermediate_size
         active = moe.num_experts_per_tok * 3 * hidden * moe.moe_intermediate_size
         inner = shared + moe.num_experts_per_tok * moe.moe_intermediate_size
-    # Elements kept: inputs of norms and of matrix products, q, k, v and the output of attention, the MLP's inner ones.
-    products = queries + key_values + values + 2 * inner
+    # Elements kept: inputs of norms and of matrix products, q, k, v and the output of attention, its gates and what
+    # they leave, the MLP's inner ones.
+    gates = 0 if conv or not model.gate_size else model.gate_size + values
+    products = queries + key_values + values + gates + 2 * inner
     copies = 4 if moe is None else 4 + 2 * moe.num_experts_per_tok  # a routed token is copied to each of its experts
     return LayerShape(
         dense=dense,
@@ -143,7 +145,7 @@ def _attention(model: DecoderConfig) -> tuple[int, int, int, int]:
     hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.latent_attention
     if latent is None:
         queries, key_values = heads * model.head_dim, 2 * model.num_key_value_heads * model.head_dim
-        parameters = hidden * (2 * queries + key_values)
+        parameters = hidden * (2 * queries + key_values + model.gate_size)
         parameters += queries + key_values if model.attention_bias else 0
         parameters += hidden if model.attention_output_bias else 0
         if model.qk_norm:

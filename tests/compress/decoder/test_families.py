@@ -43,7 +43,7 @@ STILL: dict[str, Any] = {"model_type": "penjing", "layer_rotary": ("main", "none
 NEOX = CONFIGS["neox"]
 GEMMA2: dict[str, Any] = GEMMA | {"qk_norm": False, "layer_rotary": None, "attention_cap": 3.0, "logit_cap": 5.0}
 CASES = {"gemma": GEMMA, "olmo": OLMO, "still": STILL, "neox": NEOX, "gemma2": GEMMA2}
-CASES |= {name: CONFIGS[name] for name in ("opt", "apertus", "sinks", "bitnet", "conv")}
+CASES |= {name: CONFIGS[name] for name in ("opt", "apertus", "sinks", "bitnet", "conv", "trinity", "laguna")}
 UNROTATED = "steps.0.transform.rotate=false"
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.embedding_dtype=int8", UNROTATED]
 
@@ -87,8 +87,8 @@ def test_a_fused_step_that_computes_something_else_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["neox", "conv"])
-def test_parallel_layers_without_a_gate_and_convolutions_are_rotated(
+@pytest.mark.parametrize("name", ["neox", "conv", "laguna"])
+def test_parallel_layers_without_a_gate_convolutions_and_gates_of_heads_are_rotated(
     name: str, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
 ) -> None:
     checkpoint = make_tiny_checkpoint(**CASES[name])

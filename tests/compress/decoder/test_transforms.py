@@ -34,6 +34,8 @@ ARCHITECTURES = {
         "conv_taps": 3,
         "conv_bias": True,
     },
+    "gates of heads": {"model_type": "penjing", "attention_gate": "head", "attention_gate_function": "softplus"},
+    "gates of channels": {"model_type": "penjing", "attention_gate": "channel", "attention_bias": True},
     "odd sizes": {"hidden_size": 60, "intermediate_size": 75, "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 TRANSFORMS = {

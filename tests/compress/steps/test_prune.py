@@ -87,13 +87,17 @@ def test_a_pruned_decoder_is_the_masked_one(tmp_path: Path, parts: tuple[str, ..
         {"mlp_gated": False, "activation": "relu", "learned_positions": True, "layer_rotary": ["none"] * 3},
         {"mlp_gated": False, "activation": "xielu", "qk_norm": True},
         {"inner_norms": True, "activation": "relu2", "rms_norm_eps": 1e-9},
+        {"attention_gate": "channel", "qk_norm": True},
+        {"attention_gate": "head", "attention_gate_function": "softplus"},
     ],
-    ids=["caps", "parallel", "norms-over-heads", "positions", "xielu", "inner-norms"],
+    ids=["caps", "parallel", "norms-over-heads", "positions", "xielu", "inner-norms", "gates", "gates-of-heads"],
 )
 def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: dict[str, Any]) -> None:
     """A soft cap changes each score by itself, so that heads leave as they do without one."""
     dense = decoder(tmp_path / "dense", model_type="penjing", **changed)
-    record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), parts=["ffn", "heads", "hidden"], ratio=0.3)
+    parts: dict[str, Any] = {"parts": ["ffn", "heads", "hidden"], "ratio": 0.3}
+    # Of the gates of heads a head of keys has two, which are no multiple of 8.
+    record = prune(tmp_path / "dense", tmp_path / "pruned", tokens(), **parts, round_to=2)
     assert {row["part"] for row in record["groups"]} == {"ffn", "heads", "hidden"}
     groups = graph_of(Decoder(dense.config.model_copy(update={"attention_cap": None})))
     expected = output(masked(dense, record, groups), PROMPT)

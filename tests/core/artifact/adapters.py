@@ -14,7 +14,7 @@ from torch import Tensor
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.models.tensor_names import tensor_shapes
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj", "g_proj")
 
 
 def adapter_tensors(base: Path, rank: int = 4, seed: int = 0, of: tuple[str, ...] = ALL) -> dict[str, Tensor]:

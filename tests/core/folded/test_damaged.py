@@ -32,7 +32,10 @@ FIELDS = (
     "moe_layer_end_index", "moe_layer_interval", "moe_norm_min", "router_scaling_factor", "expert_selection_fn",
     "shared_expert_combination_strategy", "prefix_dense_sliding_window_pattern", "prefix_dense_intermediate_size",
     "router_jitter_noise", "lm_head_bias", "alibi", "num_ln_in_parallel_attn", "num_kv_heads", "ffn_hidden_size",
-    "new_decoder_architecture", "parallel_attn", "activation",
+    "new_decoder_architecture", "parallel_attn", "activation", "num_dense_layers", "route_scale", "score_func",
+    "global_attn_every_n_layers", "mup_enabled", "route_norm", "num_expert_groups", "gating", "conv_L_cache",
+    "num_attention_heads_per_layer", "moe_routed_scaling_factor", "moe_router_logit_softcapping", "conv_bias",
+    "moe_apply_router_weight_on_input", "shared_expert_intermediate_size", "use_sandwich_norm", "use_attention_gate",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},

@@ -21,6 +21,13 @@ from tests.core.folded.test_families import save
 
 FIRST = {EXPERT_CASES[name][0]: name for name in reversed(EXPERT_CASES)}  # the first case of each family
 OLDER = {"type": "longrope"} | {name: value for name, value in PHI_LONGROPE.items() if name != "rope_type"}
+TRINITY = {
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_mlp_layernorm",
+    "self_attn.g_proj": "self_attn.gate_proj",
+    "mlp.gate": "mlp.router.gate",
+}
 AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 
 
@@ -139,6 +146,7 @@ def test_what_becomes_of_another_type_is_read_by_transformers(case: str, tmp_pat
         ("hy_v3_lists", {}),
         ("minimax_m2_whole", {}),
         ("flex_olmo", AFTER),
+        ("afmoe_plain", TRINITY),
         ("hunyuan_moe", {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "mlp.gate": "mlp.gate.wg"}),
     ],
 )

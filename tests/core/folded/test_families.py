@@ -17,7 +17,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
 from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
-from tests.core.folded.conv_cases import CONV_CASES, CONV_NAMES
+from tests.core.folded.conv_cases import CONV_CASES, CONV_NAMES, CONV_NAMES_3
 from tests.core.folded.expert_cases import EXPERT_CASES, LATENT
 from tests.core.folded.older_cases import OLDER_CASES
 
@@ -349,6 +349,7 @@ APERTUS = {
         ("granite_swa_plain", {}),
         ("gpt_oss", {"mlp.gate.": "mlp.router."}),
         ("lfm2_bias", CONV_NAMES),
+        ("lfm3", CONV_NAMES_3),
     ],
 )
 def test_gradients_are_those_of_transformers(

@@ -37,8 +37,18 @@ NEW = (
     "falcon_new",
     "apertus",
     "lfm2",
+    "lfm3",
 )
-ALWAYS = ("gemma", "granite_4", "nanochat", "gpt2", "apertus", "granite_swa", "lfm2")  # the others where there is time
+ALWAYS = (
+    "gemma",
+    "granite_4",
+    "nanochat",
+    "gpt2",
+    "apertus",
+    "granite_swa",
+    "lfm2",
+    "lfm3",
+)  # the others where there is time
 
 
 @pytest.mark.parametrize("case", [*NEW, "youtu", "minicpm3_longrope", "gpt_oss", *EXPERT_CASES])

@@ -17,6 +17,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "sliding": {"sliding_window": 11},
     "lsh": {"layer_types": ["lsh_attention"], "lsh": {"chunk_size": 4, "rounds": 2}},
+    "gates": {"model_type": "penjing", "attention_gate": "head", "attention_gate_function": "softplus"},
     "mixed": {
         "layer_types": ["lsh_attention", "sliding_attention"],
         "lsh": {"chunk_size": 8, "rounds": 1},
@@ -40,7 +41,7 @@ def test_layers_differ_from_full_attention_only_where_the_sequence_is_long(name:
     assert torch.equal(other(tokens), other(tokens))
 
 
-@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.full), "mixed"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.full) for name in ("full", "gates")), "mixed"])
 def test_training_compiles_into_one_graph(name: str) -> None:
     torch._dynamo.reset()
     tokens = torch.randint(0, 50, (2, 150))

@@ -96,6 +96,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "layer_types": ("sliding_attention", "full_attention"),
     },
+    "trinity": {
+        "model_type": "penjing",
+        "attention_gate": "channel",
+        "norms": "around",
+        "qk_norm": True,
+        "sliding_window": 20,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "layer_rotary": ("main", "none"),
+    },
+    "laguna": {
+        "model_type": "penjing",
+        "attention_gate": "head",
+        "attention_gate_function": "softplus",
+        "qk_norm": True,
+        "sliding_window": 20,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "layer_rotary": ("local", "main"),
+        "rotary_pairs": 3,
+        "rotary_local_pairs": 8,
+        "attention_bias": True,
+    },
+    "lfm3": {
+        "model_type": "penjing",
+        "attention_gate": "head",
+        "norms": "around",
+        "inner_norms": True,
+        "layer_types": ("full_attention", "short_conv"),
+        "conv_taps": 7,
+    },
     "conv": {
         "model_type": "penjing",
         "layer_types": ("short_conv", "full_attention"),
@@ -149,7 +178,7 @@ def make(make_tiny_checkpoint: MakeCheckpoint, folder: Path, name: str, scheme: 
     quantize_head = scheme != "int8" and name not in ("untied", "neox")  # the helper makes an INT8 head of a tied one
     ignore, groups = (
         [] if quantize_head else ["lm_head"],
-        above_zero_points("re:.*down_proj", "re:.*self_attn.[qkv]_proj"),
+        above_zero_points("re:.*down_proj", "re:.*self_attn.[qkvg]_proj"),
     )
     quantization = quantization_config(ignore, config_groups=groups) if scheme == "int8-above" else None
     out = write_int8_artifact(

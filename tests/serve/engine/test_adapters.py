@@ -109,10 +109,20 @@ def test_equal_tokens_to_the_merged_model_and_bits_as_before_without_one(
             assert got[token].logprob == pytest.approx(known[token].logprob, abs=1e-4)
 
 
-def test_layers_with_convolutions_take_adapters(make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    checkpoint = make_tiny_checkpoint(**CONVOLUTIONS)
+GATES = {"model_type": "penjing", "attention_gate": "head", "attention_gate_function": "softplus"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "part", "count"),
+    [(CONVOLUTIONS, ".conv.in_proj.", 6), (GATES, ".g_proj.", 4), (GATES | {"attention_gate": "channel"}, ".g_", 4)],
+    ids=["convolutions", "gates of heads", "gates of channels"],
+)
+def test_layers_of_other_kinds_take_adapters(
+    make_tiny_checkpoint: Callable[..., Path], tmp_path: Path, layers: dict[str, Any], part: str, count: int
+) -> None:
+    checkpoint = make_tiny_checkpoint(**layers)
     tensors = adapter_tensors(checkpoint, 4)
-    assert sum(".conv.in_proj." in name for name in tensors) == 6
+    assert sum(part in name for name in tensors) == count
     adapter = {"alice": write_adapter(tmp_path / "alice", tensors, 4)}
     requests = [request(f"{i}", NAMES[i % 2], PROMPT[: 3 + 2 * i]) for i in range(8)]
     engine = engine_of(checkpoint, adapter)

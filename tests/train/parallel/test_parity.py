@@ -12,6 +12,7 @@ from tests.train.parallel.worlds import run_world
 pytestmark = pytest.mark.xdist_group("parity")  # one world for all
 
 CONVOLUTIONS = {"model_type": "penjing", "layer_types": ["short_conv", "full_attention"], "conv_taps": 3}
+GATES = {"model_type": "penjing", "attention_gate": "channel"}
 TWO: dict[str, dict[str, Any]] = {
     "cp 2": {"parallel": {"cp": 2}},
     "cp 2, zero 3, sliding": {
@@ -24,6 +25,9 @@ TWO: dict[str, dict[str, Any]] = {
     "pp 2, gpipe": {"parallel": {"pp": 2, "schedule": "gpipe"}, "accumulation": 1},
     "pp 2, resized": {"parallel": {"pp": 2, "balance": True}, "accumulation": 3},
     "pp 2, convolutions": {"parallel": {"pp": 2}, "accumulation": 3, "model": CONVOLUTIONS},
+    "tp 2 with sequence, gates": {"parallel": {"tp": 2, "sequence": True}, "model": GATES},
+    "tp 2, gates of heads": {"parallel": {"tp": 2}, "model": GATES | {"attention_gate": "head"}},
+    "cp 2, gates": {"parallel": {"cp": 2}, "model": GATES},
     "zero 3, convolutions": {"parallel": {"zero": 3}, "model": CONVOLUTIONS},
     "zero 1": {"parallel": {"zero": 1}},
     "zero 2": {"parallel": {"zero": 2}},

@@ -46,6 +46,8 @@ VARIANTS = {
         "model_type": "penjing",
         "moe": MOE | {"shared_expert_intermediate_size": 8, "shared_expert_gate": True, "router_bias": True},
     },
+    "gates of heads": {"model_type": "penjing", "attention_gate": "head", "moe": MOE},
+    "gates of channels": CONVOLUTIONS | {"attention_gate": "channel"},
     "convolutions": CONVOLUTIONS,
     "biases of convolutions": CONVOLUTIONS | {"conv_bias": True, "qk_norm": True},
     "latent": {"model_type": "penjing", "num_key_value_heads": 4, "latent_attention": LATENT},
