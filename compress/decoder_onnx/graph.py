@@ -28,6 +28,12 @@ from penjing.kernels.hadamard import hadamard
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
 EMBEDDED = "embedding"  # the hidden state before the first layer; `layer_output` names those after
+# Departures from Llama's layers that the graph has.
+_WRITTEN = (
+    *("norms", "inner_norms", "qk_norm_over", "qk_norm_rotated", "activation", "mlp_gated", "parallel", "head_bias"),
+    *("attention_cap", "attention_sinks", "attention_gate", "logit_cap", "layer_rotary"),
+    *("rotary_pairs", "rotary_local_pairs", "learned_positions", "table_hadamard"),
+)
 _MASKED = float(np.finfo(np.float32).min)  # finite: a row that sees nothing stays a number
 
 
@@ -73,10 +79,9 @@ def check_exportable(checkpoint: Checkpoint, target: TargetName) -> None:
         "latent attention": config.latent_attention is not None,
         "shared layers": config.shared_layers > 1,
         "LSH attention": "lsh_attention" in (config.layer_types or ()),
-        "short convolutions": config.conv_taps > 0,
-        "activation=xielu": config.activation == "xielu",
     }
-    if found := [name for name, present in unknown.items() if present]:
+    departs = [each for each in config.departures() if each.partition("=")[0] not in _WRITTEN or "xielu" in each]
+    if found := [name for name, present in unknown.items() if present] + departs:
         raise InputError(f"{folder} has {' and '.join(found)}, which is not written as ONNX; penjing serves it")
     if checkpoint.quantization is None:
         raise InputError(f"{folder} is not quantized; 'penjing compress' makes an INT8 artifact of it")
@@ -257,9 +262,22 @@ class _Writer:
         out = node("Reshape", [out, number([0, 0, group, -1, size])], f"{name}/split")
         out = node("Transpose", [out], f"{name}/tokens_first", perm=[0, 3, 1, 2, 4])
         out = node("Reshape", [out, number([0, 0, heads * group * size])], f"{name}/joined")
+        if config.attention_gate is not None:
+            out = self._gated(out, x, module, name)
         if config.inner_norms:
             out = self._norm(out, f"{module}.attn_sub_norm", f"{name}/joined_norm")
         return self.linear(out, f"{module}.o_proj", f"{name}/out")
+
+    def _gated(self, out: str, x: str, module: str, name: str) -> str:
+        """`out` times what the gate makes of `x`, a number a channel or a head."""
+        node, number, config = self.graph.node, self.graph.number, self.config
+        function = "Sigmoid" if config.attention_gate_function == "sigmoid" else "Softplus"
+        gate = node(function, [self.linear(x, f"{module}.g_proj", f"{name}/gate")], f"{name}/gate/open")
+        if config.attention_gate == "channel":
+            return node("Mul", [out, gate], f"{name}/gated")
+        heads = node("Reshape", [out, number([0, 0, -1, config.head_dim])], f"{name}/gate/heads")
+        gate = node("Unsqueeze", [gate, number([3])], f"{name}/gate/each")
+        return node("Reshape", [node("Mul", [heads, gate], f"{name}/gated/heads"), number([0, 0, -1])], f"{name}/gated")
 
     def _heads(self, layer: int, x: str, norm: str) -> str:
         """Queries or keys as heads, (batch, T, heads, head_dim), normed and rotated in the order of the network."""

@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hadamard": {"model_type": "penjing", "mlp_hadamard": 32},
 }
 FOLDED = ("turned table", "gemma", "gemma2", "olmo", "hunyuan", "still", "neox", "arcee", "opt", "sub-norms", "sinks")
+FOLDED += ("trinity", "laguna")
 VARIANTS |= {name: CONFIGS[name] for name in FOLDED}
 
 
@@ -181,6 +182,18 @@ def test_an_export_beyond_the_bound_is_refused_and_nothing_is_left(
     assert _run(["export", str(tiny_int8), str(tmp_path / "onnx"), "--to", "onnx"]) == 3
     assert "parity: onnxruntime differs from fake_quantized" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variant", "what"), [("conv", "conv_taps=3"), ("lfm3", "conv_taps=7"), ("apertus", "activation=xielu")]
+)
+def test_layers_that_the_graph_has_not_are_refused_by_name(
+    variant: str, what: str, tmp_path: Path, make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    folder = write_int8_artifact(make_tiny_checkpoint(**CONFIGS[variant]), tmp_path / "int8")
+    with pytest.raises(InputError, match=f"has {what}.*, which is not written as ONNX"):
+        exported(folder, tmp_path / "onnx", "onnxruntime-avx2")
+    assert not any((tmp_path / "onnx").iterdir())
 
 
 def test_what_cannot_be_expressed_is_refused(
