@@ -56,6 +56,13 @@ BECOMES = {  # case of `tests.core.folded` → general.architecture
     "hyperclovax": "glm4",
     "granitemoe": "llama",
     "granitemoeshared": "granitemoe",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "glm4moe",
+    "hunyuan_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
+    "exaone_moe": "exaone-moe",
+    "lfm2_moe": "lfm2moe",
+    "hy_v3": "glm4moe",
 }
 EXTRA: dict[str, tuple[str, dict[str, Any], str]] = {
     "cohere": ("cohere", {"logit_scale": 0.5}, "command-r"),
