@@ -51,6 +51,8 @@ _PLAIN = (
         window="ignored",
     ),
     Architecture("seed_oss", names={"post_attention_layernorm": "post_attention_norm"}),
+    Architecture("ernie4_5", biases=QKV | OUT, interleaved=True),
+    Architecture("chatglm", interleaved=True, partial=True, square=True, fused_mlp=True),
     Architecture("granite", biases=QKV | OUT, interleaved=True, scalings=_DIVIDED | {"longrope"}, factors="all"),
     Architecture(
         "granitemoe",
@@ -295,6 +297,18 @@ _CENTRED = (
     Architecture("stablelm", layer_norm=True, stored=_SHIFTED, tied=False, partial=True, square=True),
     Architecture(
         "gpt2",
+        fields=_GELU | {"learned_positions": True},
+        biases=_ALL,
+        needed=_ALL,
+        layer_norm=True,
+        stored=_SHIFTED,
+        square=True,
+        fused=True,
+        names=_GATELESS,
+        outside={"model.embed_positions": "position_embd"},
+    ),
+    Architecture(
+        "starcoder",
         fields=_GELU | {"learned_positions": True},
         biases=_ALL,
         needed=_ALL,
