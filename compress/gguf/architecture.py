@@ -29,7 +29,7 @@ from penjing.core.gguf.names import (
 )
 from penjing.core.gguf.network import EMBEDDING, GgufNetwork, fold_of
 from penjing.core.gguf.table import ARCHITECTURES
-from penjing.core.layers.settings import RopeScaling
+from penjing.core.layers.settings import MoEConfig, RopeScaling
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import NATIVE
 from penjing.core.models.rope import inverse_frequencies, yarn_magnitudes
@@ -183,9 +183,24 @@ def _sizes(config: DecoderConfig, here: Architecture) -> dict[str, Any]:
     }
     if (moe := config.moe) is not None:
         values |= {"expert_count": moe.num_experts, "expert_used_count": moe.num_experts_per_tok}
+        values |= {"expert_feed_forward_length": moe.moe_intermediate_size, **_routing(moe, here)}
         values[here.expert_width] = moe.moe_intermediate_size
         if moe.shared_expert_intermediate_size:
             values["expert_shared_feed_forward_length"] = moe.shared_expert_intermediate_size
+    return values
+
+
+def _routing(moe: MoEConfig, here: Architecture) -> dict[str, Any]:
+    """What the file says of how experts are chosen and weighed."""
+    said = {
+        "gating": {"expert_gating_func": 2 if moe.scoring_func == "sigmoid" else 1},
+        "norm": {"expert_weights_norm": moe.norm_topk_prob},
+        "scale": {"expert_weights_scale": float(moe.routed_scaling_factor)},
+        "lead": {"leading_dense_block_count": len(moe.mlp_only_layers), "interleave_moe_layer_step": 1},
+    }
+    values = {name: value for part in sorted(here.routing) for name, value in said[part].items()}
+    if here.shared in ("may", "must") and moe.shared_expert_intermediate_size:
+        values["expert_shared_count"] = moe.shared_expert_intermediate_size // moe.moe_intermediate_size
     return values
 
 

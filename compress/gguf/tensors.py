@@ -78,8 +78,8 @@ class WrittenTensors:
     def _check_kinds(self, theirs: str, parts: list[Block]) -> None:
         if len({kind for _, kind in parts}) > 1:
             raise InputError(
-                f"{self._checkpoint.folder}: of {theirs} some parts are in INT8 and some are not, and GGUF has one "
-                "type for all of them; quantize all, or keep all"
+                f"{self._checkpoint.folder}: of {theirs} some parts are of one type and some of another, and GGUF "
+                "has one for all of them; quantize all alike, or keep all"
             )
 
     def _check_left_out(self) -> None:

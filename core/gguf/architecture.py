@@ -31,6 +31,7 @@ IN_LAYER: Mapping[str, str] = MappingProxyType(
         "mlp.gate_up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
         "mlp.gate": "ffn_gate_inp",
+        "mlp.e_score_correction_bias": "exp_probs_b.bias",
         f"mlp.experts.{ANY}.gate_proj": f"ffn_gate_exps.{ANY}",
         f"mlp.experts.{ANY}.up_proj": f"ffn_up_exps.{ANY}",
         f"mlp.experts.{ANY}.down_proj": f"ffn_down_exps.{ANY}",
@@ -58,7 +59,9 @@ class Architecture:
         fields: fields of `DecoderConfig` that it has, where they are not the usual ones.
         experts: the same of `MoEConfig`; None: it has no experts.
         dense: whether it may be without experts.
-        shared: beside its experts each layer has "no" MLP that all tokens take, has one, or one that is "gated".
+        choice: whether experts have biases that count for their choice alone: "no", "may" or "must".
+        shared: beside its experts each layer has "no" MLP that all tokens take, "may" or "must" have one, or one that
+            is "gated".
         biases: which it may have of "qkv", "out", "mlp", "head".
         needed: biases that a file must have; zeros where the network has none.
         layer_norm: its norms subtract the mean. The networks here have streams without one, where this is RMSNorm.
@@ -77,6 +80,10 @@ class Architecture:
         scalings: of rotary frequencies.
         whole_pairs: whether YaRN blends between whole pairs, which llama.cpp does of all networks.
         expert_width: metadata of the inner width of an expert.
+        routing: what a file says of its experts, of "gating", how outputs of the router become scores; "norm", whether
+            those that are chosen are divided by their sum; "scale", their factor; "lead", how many layers come first
+            that have none. What it does not say is as `experts` and the usual `MoEConfig` have it.
+        maybe_normed: queries and keys have norms where the file has them.
         window: what `attention.sliding_window` says. "none": it is not there; "ignored": a window of all layers that
             llama.cpp does not compute; else the number of layers of which the last sees all.
         window_layers: it has a window only where it has so many layers; 0: always where one is said.
@@ -98,7 +105,8 @@ class Architecture:
     fields: Mapping[str, Any] = field(default_factory=dict)
     experts: Mapping[str, Any] | None = None
     dense: bool = True
-    shared: Literal["no", "plain", "gated"] = "no"
+    choice: Literal["no", "may", "must"] = "no"
+    shared: Literal["no", "may", "must", "gated"] = "no"
     biases: frozenset[str] = QKV
     needed: frozenset[str] = frozenset()
     layer_norm: bool = False
@@ -116,6 +124,8 @@ class Architecture:
     outside: Mapping[str, str] = field(default_factory=dict)
     scalings: frozenset[str] = LONG
     whole_pairs: bool = True
+    routing: frozenset[str] = frozenset()
+    maybe_normed: bool = False
     expert_width: str = "expert_feed_forward_length"
     window: int | Literal["none", "ignored"] = "none"
     window_layers: int = 0

@@ -107,8 +107,11 @@ class GgufFile(GgufNetwork):
             ROPE_FACTORS,
             *((LONG_FACTORS, SHORT_FACTORS) if self.config.rope_scaling.rope_type == "longrope" else ()),
         )
-        wanted = self._wanted()
-        if unknown := [name for name in self._tensors if name not in wanted and name not in rotary]:
+        wanted, layers = self._wanted(), self.config.num_hidden_layers
+        # Layers that guess further tokens are left out.
+        beyond = tuple(f"blk.{layers + more}." for more in range(self._number("nextn_predict_layers", 0)))
+        others = [name for name in self._tensors if name not in wanted and name not in rotary]
+        if unknown := [name for name in others if not name.startswith(beyond)]:
             raise InputError(f"{self.path}: tensor {unknown[0]!r} has no place in a {self._architecture} model")
         for theirs, (ours, shape) in wanted.items():
             if theirs not in self._tensors:

@@ -21,7 +21,8 @@ from penjing.core.models.tensor_names import check_layers
 
 SUPPORTED_ARCHITECTURES = (*ARCHITECTURES, *SPELLED)
 EMBEDDING, HEAD_WEIGHT, FINAL_SHIFT = "token_embd.weight", "output.weight", "output_norm.bias"
-_SOFTMAX = 1  # expert_gating_func: how the router's outputs become scores
+_GATING = ("softmax", "sigmoid")  # expert_gating_func from 1 on: how the router's outputs become scores
+_SOFTMAX, _SIGMOID = 1, 2
 _FACTORS = ("embedding_scale", "residual_scale", "attention.scale")
 _BIASES = {"out": ("attn_output",), "mlp": ("ffn_gate", "ffn_up"), "qkv": ("attn_q", "attn_qkv")}
 
@@ -76,7 +77,8 @@ class GgufNetwork(Metadata):
 
     def _read_config(self) -> DecoderConfig:
         here = self.architecture
-        layers, heads = self._number("block_count"), self._number("attention.head_count")
+        layers = self._number("block_count") - self._number("nextn_predict_layers", 0)
+        heads = self._number("attention.head_count")
         check_layers(layers, str(self.path))
         hidden = self._number("embedding_length")
         head_dim = self._number("attention.key_length", hidden // max(heads, 1))
@@ -117,6 +119,8 @@ class GgufNetwork(Metadata):
             "pad_token_id": self.fields.get("tokenizer.ggml.padding_token_id"),
         }
         values |= dict(here.fields) | self._windows(layers) | self._caps()
+        if here.maybe_normed:
+            values["qk_norm"] = any(name.endswith(".attn_q_norm.weight") for name in self._tensors)
         for name, (field, usual) in here.flags.items():
             values[field] = bool(self._field(name, usual))
         if values.get("learned_positions"):
@@ -212,20 +216,39 @@ class GgufNetwork(Metadata):
             return None
         if here.experts is None:
             raise InputError(f"{self.path}: experts of {self._architecture} are not supported")
-        if (scores := self._number("expert_gating_func", _SOFTMAX)) != _SOFTMAX:
-            raise InputError(f"{self.path}: experts are chosen by function {scores}; only softmax (1) is supported")
-        values = {
+        gating = self._number("expert_gating_func", _SIGMOID if "gating" in here.routing else _SOFTMAX)
+        known = _GATING if "gating" in here.routing else _GATING[:1]
+        if not 0 < gating <= len(known):
+            supported = " and ".join(f"{each} ({number})" for number, each in enumerate(known, 1))
+            raise InputError(f"{self.path}: experts are chosen by function {gating}; supported: {supported}")
+        values: dict[str, Any] = {
             "num_experts": self._number("expert_count"),
             "num_experts_per_tok": self._number("expert_used_count"),
             "moe_intermediate_size": self._number(here.expert_width, width if here.dense else None),
+            "router_bias": self._has("biases for the choice of experts", ".exp_probs_b.bias", here.choice),
+            "scoring_func": known[gating - 1],
             **here.experts,
         }
-        if any(name.endswith("_shexp.weight") for name in self._tensors):
-            if here.shared == "no":
-                raise InputError(f"{self.path}: shared experts of {self._architecture} are not supported")
-            size = self._number("expert_shared_feed_forward_length")
+        if "norm" in here.routing:
+            values["norm_topk_prob"] = bool(self._field("expert_weights_norm", False))
+        if "scale" in here.routing:
+            values["routed_scaling_factor"] = self._real("expert_weights_scale", 0.0) or 1.0
+        if "lead" in here.routing:
+            values["mlp_only_layers"] = list(range(self._number("leading_dense_block_count", 0)))
+        if self._has("shared experts", "_shexp.weight", here.shared):
+            many = self._number("expert_shared_count", 1) * values["moe_intermediate_size"]
+            size = self._number("expert_shared_feed_forward_length", many)
             values |= {"shared_expert_intermediate_size": size, "shared_expert_gate": here.shared == "gated"}
         return values
+
+    def _has(self, what: str, end: str, how: str) -> bool:
+        """Whether tensors of such names are there, which the architecture "may" or "must" have."""
+        found = any(name.endswith(end) for name in self._tensors)
+        if found and how == "no":
+            raise InputError(f"{self.path}: {what} of {self._architecture} are not supported")
+        if not found and how == "must":
+            raise InputError(f"{self.path} lacks {what}, which {self._architecture} has; get a complete file")
+        return found
 
     def _widths(self, layers: int) -> list[int]:
         """Inner width of the MLP of each layer."""

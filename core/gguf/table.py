@@ -21,6 +21,7 @@ _GEMMA: dict[str, Any] = {"norms": "around", "activation": "gelu_tanh"}
 _FINAL_CAP, _SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
 _GATELESS = {"mlp.gate_proj": "ffn_up"}
 _ONE_NORM = {"post_attention_layernorm": "attn_norm"}
+_ALL_SAID = frozenset({"gating", "norm", "scale", "lead"})
 CAPS = (_FINAL_CAP, _SCORE_CAP)
 
 _PLAIN = (
@@ -50,13 +51,15 @@ _PLAIN = (
         window="ignored",
     ),
     Architecture("seed_oss", names={"post_attention_layernorm": "post_attention_norm"}),
+    Architecture("ernie4_5", biases=QKV | OUT, interleaved=True),
+    Architecture("chatglm", interleaved=True, partial=True, square=True, fused_mlp=True),
     Architecture("granite", biases=QKV | OUT, interleaved=True, scalings=_DIVIDED | {"longrope"}, factors="all"),
     Architecture(
         "granitemoe",
         experts={},
         expert_width="feed_forward_length",
         dense=False,
-        shared="plain",
+        shared="may",
         biases=QKV | OUT,
         interleaved=True,
         scalings=_DIVIDED | {"longrope"},
@@ -89,6 +92,85 @@ _PLAIN = (
     Architecture("hunyuan-dense", fields={"qk_norm": True, "qk_norm_rotated": True}),
     Architecture(
         "lfm2", fields={"qk_norm": True}, square=True, outside={"model.norm": "token_embd_norm"}, convolves=True
+    ),
+)
+_ROUTED = (
+    Architecture(
+        "lfm2moe",
+        fields={"qk_norm": True},
+        experts={},
+        dense=False,
+        choice="must",
+        routing=frozenset({"gating", "lead"}),
+        square=True,
+        outside={"model.norm": "token_embd_norm"},
+        convolves=True,
+    ),
+    Architecture(
+        "hunyuan-moe",
+        fields={"qk_norm": True, "qk_norm_rotated": True},
+        experts={},
+        expert_width="feed_forward_length",
+        dense=False,
+        shared="must",
+    ),
+    Architecture(
+        "minimax-m2",
+        fields={"qk_norm": True, "qk_norm_over": "all"},
+        experts={},
+        expert_width="feed_forward_length",
+        dense=False,
+        choice="must",
+        routing=frozenset({"gating"}),
+        tied=False,
+        partial=True,
+    ),
+    Architecture(
+        "dots1",
+        "dots1",
+        fields={"qk_norm": True},
+        experts={},
+        dense=False,
+        choice="may",
+        shared="must",
+        routing=_ALL_SAID,
+        tied=False,
+        ungrouped=True,
+    ),
+    Architecture(
+        "glm4moe",
+        experts={},
+        choice="must",
+        dense=False,
+        shared="must",
+        routing=_ALL_SAID,
+        maybe_normed=True,
+        names={"post_attention_layernorm": "post_attention_norm"},
+        partial=True,
+    ),
+    Architecture(
+        "exaone-moe",
+        fields={"qk_norm": True},
+        experts={},
+        choice="may",
+        dense=False,
+        shared="must",
+        routing=_ALL_SAID,
+        scalings=_DIVIDED,
+        window=4,
+        usual_window=4096,
+        always_slides=True,
+        rotates="sliding",
+    ),
+    Architecture(
+        "ernie4_5-moe",
+        experts={},
+        dense=False,
+        choice="may",
+        shared="may",
+        routing=frozenset({"lead"}),
+        biases=QKV | OUT,
+        interleaved=True,
     ),
 )
 _AROUND = (
@@ -225,8 +307,20 @@ _CENTRED = (
         names=_GATELESS,
         outside={"model.embed_positions": "position_embd"},
     ),
+    Architecture(
+        "starcoder",
+        fields=_GELU | {"learned_positions": True},
+        biases=_ALL,
+        needed=_ALL,
+        layer_norm=True,
+        stored=_SHIFTED,
+        square=True,
+        fused=True,
+        names=_GATELESS,
+        outside={"model.embed_positions": "position_embd"},
+    ),
 )
-ARCHITECTURES: dict[str, Architecture] = {each.name: each for each in (*_PLAIN, *_AROUND, *_CENTRED)}
+ARCHITECTURES: dict[str, Architecture] = {each.name: each for each in (*_PLAIN, *_AROUND, *_CENTRED, *_ROUTED)}
 """general.architecture → what it is; a network is written as the first that computes it and holds its tensors."""
 SPELLED = {"mistral": "llama"}
 """Other names of architectures in files."""

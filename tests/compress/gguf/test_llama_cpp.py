@@ -16,6 +16,7 @@ from penjing.compress.gguf.write import write_gguf
 from penjing.core.progress import Silent
 from penjing.core.text.tokenizer import Tokenizer
 from tests.compress.gguf.artifacts import FAMILIES, make_int8
+from tests.compress.gguf.test_families import ARTIFACTS
 from tests.compress.gguf.test_tokenizer import BYTE_LEVEL, write_folder
 from tests.compress.gguf.test_write import dequantized
 from tests.core.gguf.test_tokenizer import byte_level_fields, sentencepiece_fields
@@ -51,11 +52,14 @@ def read(path: Path, ids: list[int], texts: list[str]) -> tuple[list[list[int]],
     return words, torch.tensor(logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+NETWORKS = FAMILIES | {name: {"model_type": "penjing", **fields} for name, fields in ARTIFACTS.items()}
+
+
+@pytest.mark.parametrize("family", NETWORKS)
 def test_it_computes_every_family(tmp_path: Path, tiny_checkpoint: Path, family: str) -> None:
     """It rounds activations to 8 bits, which costs a random network about 4 %; another layout is at 100 %. Some
     tokens of experts are further off: rounding gives them another one."""
-    checkpoint = make_int8(tmp_path / "artifact", tiny_checkpoint, **FAMILIES[family])
+    checkpoint = make_int8(tmp_path / "artifact", tiny_checkpoint, **NETWORKS[family])
     write_gguf(checkpoint, tmp_path / "model.gguf", Silent())
     ids = [index * 7 % 320 for index in range(60)]
     _, logits = read(tmp_path / "model.gguf", ids, [])
@@ -63,7 +67,7 @@ def test_it_computes_every_family(tmp_path: Path, tiny_checkpoint: Path, family:
         expected = dequantized(checkpoint)(torch.tensor([ids]))[0]
     errors = (logits - expected).square().mean(-1).sqrt() / expected.square().mean(-1).sqrt()
     assert errors.median() < 0.08
-    if "moe" not in FAMILIES[family]:
+    if "moe" not in NETWORKS[family]:
         assert errors.max() < 0.16
 
 

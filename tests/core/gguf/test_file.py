@@ -176,7 +176,7 @@ def test_yarn_scaling(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "lacks the metadata llama.expert_used_count"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"'blk\.0\.ffn_\w+\.weight' has no place"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok=9 is above num_experts=8"),
-        ({"llama.expert_count": 8, "llama.expert_gating_func": 2}, r"by function 2; only softmax \(1\)"),
+        ({"llama.expert_count": 8, "llama.expert_gating_func": 2}, r"by function 2; supported: softmax \(1\)"),
         ({"llama.expert_count": 2**31, "llama.expert_used_count": 2}, "num_experts"),
         ({"llama.expert_count": "many"}, "expert_count must be a whole number"),
         ({"llama.block_count": 3}, r"lacks model\.layers\.2"),

@@ -96,6 +96,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("arcee", "arcee", {}, {}),
     "hunyuan-dense": ("hunyuan-dense", "hunyuan_v1_dense", {"head_dim": 16}, {}),
     "olmo": ("olmo", "olmo", {}, {}),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 12}, {}),
+    "chatglm": ("chatglm", "glm", {"head_dim": 12, "rope_parameters": HALF}, {"rope.dimension_count": 6}),
+    "starcoder": (
+        "starcoder",
+        "gpt_bigcode",
+        {"n_inner": 40},
+        {"attention.head_count_kv": 1},
+    ),
     "granite": (
         "granite",
         "granite",
