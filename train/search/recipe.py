@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penjing.core.cluster.ray_cluster import RaySettings
-from penjing.core.config import Config
+from penjing.core.config import Config, OutputFolder
 
 Value = bool | int | float | str
 
@@ -59,7 +59,9 @@ class SearchRecipe(Config):
     (Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.)"""
 
     base: Path = Field(description="The training recipe that is varied: a file, or a name of `penjing recipe list`.")
-    output: Path = Field(description="The folder of the search: its trials, search.json, report.html and best.toml.")
+    output: OutputFolder = Field(
+        description="The folder of the search: its trials, search.json, report.html and best.toml."
+    )
     settings: dict[str, Any] = Field(
         default={}, description='Settings of every trial that are not those of `base`, such as "evaluation.samples".'
     )
