@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
@@ -103,7 +104,11 @@ def trace(
     Raises:
         InputError: see `from_torch`; or the module has no such input or axis, or does not run on its example.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{type(model).__name__} is no torch.nn.Module; write one whose forward calls it")
     values, spec = pytree.tree_flatten((args, named))
+    if any(isinstance(value, np.ndarray) for value in values):
+        raise InputError("the example holds an array of numpy's; give tensors, as torch.from_numpy(array) makes them")
     names = _input_names(model, args, named)
     _check_axes(dynamic or {}, model, names, values)
     axes = [{0: BATCH} if dynamic is None else dynamic.get(name, {}) for name in names]
