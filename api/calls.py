@@ -242,6 +242,8 @@ def _plain(key: str, value: Any) -> Any:
         return [_plain(key, part) for part in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of numpy's or torch's
+        value = value.item()
     if not isinstance(value, str | bool | int | float):
         raise ConfigError(f"{key}={value!r} cannot be written in TOML; give a plain value, or leave it out")
     return value

@@ -68,7 +68,7 @@ class Network:
         """
         from penjing.core.graph.trace import trace
 
-        example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+        example = tuple(example_inputs) if isinstance(example_inputs, Sequence) else (example_inputs,)
         found = trace(model, example, {}, dynamic, meaning=meaning, labels=labels, pixels=pixels)
         return cls(_with_tokenizer(found.copy(), tokenizer))
 

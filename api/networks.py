@@ -20,7 +20,7 @@ from penjing.core.checkpoint.classifier import load_classifier
 from penjing.core.checkpoint.classifier_config import ClassifierConfig
 from penjing.core.checkpoint.encoder import load_encoder
 from penjing.core.checkpoint.load import LoadedModel, load_model
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, InputError, first_line
 from penjing.core.family import FAMILIES, family_of, table_of
 from penjing.core.models.encoder_config import EncoderConfig
 from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
@@ -113,6 +113,7 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
     path = Path(folder)
     name = family_of(path)
     if name == "decoder":
+        _check_device(device)
         return load_model(path, device)
     if name not in FAMILIES:
         return table_of("load", name).open(path, device)
@@ -122,6 +123,13 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
     if device != "cpu":
         raise ConfigError(f"device {device!r}: {path} is of the family {name!r}, which runs on the CPU here")
     return _OPEN[name](path)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:  # as torch's builds differ
+        raise ConfigError(f"device {device!r} cannot be used here ({first_line(error)}); take 'cpu'") from None
 
 
 def _classifier(folder: Path) -> ImageClassifier:

@@ -25,7 +25,7 @@ from penjing.compress.old_grammar import refuse_old_sections
 from penjing.compress.samples.data import DataSettings
 from penjing.compress.steps.base import Step
 from penjing.compress.steps.registry import parse_step
-from penjing.core.config import Config, apply_override, dump_toml, parse_config, read_recipe
+from penjing.core.config import Config, OutputFolder, apply_override, dump_toml, parse_config, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.family import FamilyName, family_of
 from penjing.core.recipes import check_stage
@@ -66,7 +66,7 @@ class Recipe(Config):
     """A whole run."""
 
     model: Path = Field(description="The checkpoint folder to compress.")
-    output: Path = Field(description="The folder to make.")
+    output: OutputFolder = Field(description="The folder to make.")
     data: DataSettings = Field(default=DataSettings(), description="Samples that the network is looked at with.")
     evaluate: EvaluateSettings = Field(default=EvaluateSettings(), description="Held-out data.")
     measure: MeasureSettings = Field(default=MeasureSettings(), description="What is timed, and for how long.")

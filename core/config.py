@@ -8,15 +8,25 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, not_utf8
 from penjing.core.recipes import named_recipe
 
 C = TypeVar("C", bound="Config")
+
+
+def _named(value: Path) -> Path:
+    if not value.name or "\0" in str(value):
+        raise ValueError(f"{str(value)!r} is no name of a folder of its own; give one, such as build/mine")
+    return value
+
+
+OutputFolder = Annotated[Path, AfterValidator(_named)]
+"""A folder that a run makes: it has a name, beside which work folders take theirs."""
 
 
 class Config(BaseModel):
@@ -68,10 +78,13 @@ def read_recipe(path: Path, overrides: list[str] | None = None) -> dict[str, Any
             f"{path} is a folder, not a recipe; name a TOML file, or a recipe that 'penjing recipe list' shows"
         )
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else named_recipe(str(path))
+        # Editors of Windows begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig") if path.exists() else named_recipe(str(path))
         values = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {not_utf8(error)}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
     for override in overrides or []:

@@ -15,6 +15,7 @@ import json
 import re
 
 _CODE = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\([^()]*\)(?: const)? ")
 
 
@@ -69,6 +70,13 @@ def runtime_says(error: BaseException) -> str:
     """What ONNX Runtime says is wrong: without its number, and without the place and signature in its own code, which
     are longer than that."""
     return _PLACE.sub(" ", _CODE.sub("", first_line(error)))[:300]
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Why the bytes of a file are no UTF-8. PowerShell and editors of Windows write UTF-16, which a mark begins."""
+    if error.object[:2] in UTF16_MARKS:
+        return "it is UTF-16; convert it, for example by iconv -f utf-16 -t utf-8"
+    return f"byte 0x{error.object[error.start]:02x} at place {error.start} is no UTF-8; save it as UTF-8"
 
 
 def no_json(error: BaseException) -> str:

@@ -138,7 +138,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         InputError: missing, unreadable, not UTF-8, not JSON, text with half a surrogate pair, or not an object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a byte order mark
         values = json.loads(text)
         if _SURROGATE.search(text):
             json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a pair is no character: ValueError

@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +97,51 @@ class Tasks:
         (self.path / f"{name}.safetensors").unlink(missing_ok=True)
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes that ask for it out of `folder`, made if need be; it goes if nothing was put into it.
+
+    Raises:
+        SetupError: one is in it, or it cannot be made.
+    """
+    lock = None
+    while lock is None:
+        lock = _locked(folder)
+    try:
+        yield
+    finally:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A handle that holds the folder; None if who held it before has removed it meanwhile."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(folder)):
+            return lock
+    except BlockingIOError:
+        os.close(lock)
+        raise SetupError(f"another process is working in {folder}; wait for it, or choose another output") from None
+    except FileNotFoundError:
+        pass
+    os.close(lock)
+    return None
+
+
+def empty(folder: Path) -> None:
+    """Remove all that lies in a folder, which stays: `alone_in` may hold it."""
+    for entry in folder.iterdir():
+        entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
+
+
 class WorkFolder(Tasks):
     """A context manager that holds the work folder of `output` for this process alone.
 
@@ -111,41 +157,20 @@ class WorkFolder(Tasks):
         output = output.absolute()
         super().__init__(output.with_name(f".{output.name}.work"))
         self.key = key
-        self._lock = -1
+        self._held = ExitStack()
 
     def __enter__(self) -> WorkFolder:
-        while not self._held():
-            os.close(self._lock)
+        self._held.enter_context(alone_in(self.path))
         key_file = self.path / KEY_FILE
         if not key_file.exists() or key_file.read_text() != self.key:
-            for entry in self.path.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            empty(self.path)
             atomic_write_text(key_file, self.key)
         return self
 
     def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
-        try:
+        with self._held:
             if self.path.is_dir() and [entry.name for entry in self.path.iterdir()] == [KEY_FILE]:
                 self.remove()  # nothing was done that a later run could go on with
-        finally:
-            os.close(self._lock)
-
-    def _held(self) -> bool:
-        """Whether the folder that is locked now is still the one of this name: who held it may have removed it."""
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise SetupError(
-                f"another process is working in {self.path}; wait for it, or choose another output"
-            ) from None
-        try:
-            return os.path.samestat(os.fstat(self._lock), os.stat(self.path))
-        except FileNotFoundError:
-            return False
 
     def remove(self) -> None:
         """Delete the folder: the run is published."""

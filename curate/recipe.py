@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penjing.core.cluster.ray_cluster import RaySettings
 from penjing.core.cluster.slurm import SlurmSettings
-from penjing.core.config import Config
+from penjing.core.config import Config, OutputFolder
 from penjing.curate.documents.settings import SourceConfig
 from penjing.curate.steps.augment import AugmentStep
 from penjing.curate.steps.clean import CleanStep
@@ -38,8 +38,10 @@ Step = Annotated[
 class CurateRecipe(Config):
     """From sources to a corpus folder."""
 
-    output: Path = Field(description="The folder that the corpus is written into.")
-    work: Path | None = Field(default=None, description="The folder of what is between; by default OUTPUT-work.")
+    output: OutputFolder = Field(description="The folder that the corpus is written into.")
+    work: OutputFolder | None = Field(
+        default=None, description="The folder of what is between; by default OUTPUT-work."
+    )
     workers: int = Field(default=1, ge=1, description="Processes that read and filter.")
     task_mb: float = Field(
         default=64, gt=0, description="A task takes files of about so many megabytes; a file is never cut."
@@ -64,13 +66,6 @@ class CurateRecipe(Config):
         if self.ray is not None and self.slurm is not None:
             raise ValueError("tasks run on Ray or on Slurm: leave one of [ray] and [slurm] out")
         return self
-
-    @field_validator("output", "work")
-    @classmethod
-    def _is_a_name(cls, value: Path | None) -> Path | None:
-        if value is not None and (not value.name or "\0" in str(value)):
-            raise ValueError(f"{str(value)!r} is no name of a folder of its own; give one, such as build/corpus")
-        return value
 
     @field_validator("sources")
     @classmethod

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.files import check_replaceable
 from penjing.core.manifest import MANIFEST_NAME
+from penjing.core.work import alone_in
 from penjing.train.batch_size import Cut, check_shares
 from penjing.train.families.base import Task
 from penjing.train.numerics.precision import check_hardware
@@ -34,11 +38,17 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
             _check_granularity(recipe, shares)
 
 
-def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
-    """Refuse to write over a checkpoint or a run, unless `force`, and over anything that is neither.
+@contextmanager
+def claimed_output(recipe: RunRecipe, resume: str, force: bool, is_main: bool) -> Iterator[None]:
+    """Refuse to write over a checkpoint or a run, unless `force`, and over anything that is neither; the run folder
+    belongs to this run alone until the block ends.
+
+    Args:
+        is_main: this process holds the folder, for all of its run.
 
     Raises:
         InputError: there is one, or the output is a file, lies in one, or is a folder that penjing did not make.
+        SetupError: another run trains there.
     """
     if resume == "never" and not force:
         if (recipe.output / MANIFEST_NAME).exists():
@@ -51,6 +61,8 @@ def check_output(recipe: RunRecipe, resume: str, force: bool) -> None:
                 "go on with --resume auto, or start again with --force"
             )
     check_replaceable(recipe.output, True, MANIFEST_NAME)  # not after the last step
+    with alone_in(recipe.run_folder) if is_main else nullcontext():
+        yield
 
 
 def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:

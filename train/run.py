@@ -18,8 +18,9 @@ from torch import nn
 
 from penjing.core.files import publish_folder, writing
 from penjing.core.progress import Progress, Silent
+from penjing.core.work import empty
 from penjing.train.batch_size import Cut, fastest_micro_batch, recut, repeats
-from penjing.train.checks import check_machine, check_output, with_steps
+from penjing.train.checks import check_machine, claimed_output, with_steps
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.families.base import KeepingTask, MixedTask, ShowingTask, Task, build_task
 from penjing.train.loop import Evaluation, Trainer
@@ -131,8 +132,7 @@ def train_task(
     began = time.perf_counter()
     is_main = os.environ.get("RANK", "0") == "0"
     progress = progress if progress is not None and is_main else Silent()
-    with watching(recipe.parallel.timeout) as watch:
-        check_output(recipe, resume, force)
+    with watching(recipe.parallel.timeout) as watch, claimed_output(recipe, resume, force, is_main):
         check_machine(recipe, int(os.environ.get("WORLD_SIZE", "1")), is_new=resume == "never")
         task = build(progress if watch is None else Marked(progress, watch))
         recipe = with_steps(recipe, task)
@@ -163,8 +163,8 @@ class _Run:
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
         checkpoints = self._checkpoints("checkpoints", recipe.checkpoint.keep)
-        if world.is_main and force and resume == "never" and recipe.run_folder.exists():
-            shutil.rmtree(recipe.run_folder)
+        if world.is_main and force and resume == "never":
+            empty(recipe.run_folder)
         world.barrier()
         world.at("reading the checkpoint to resume from")
         saved = find_state(checkpoints, resume, recipe, self.asked, accept_changes, self.progress.note)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from penjing.core.cluster.ray_cluster import RaySettings
-from penjing.core.config import Config
+from penjing.core.config import Config, OutputFolder
 
 CostName = Literal["macs", "bytes", "latency"]
 WHOLE, GONE = 1.0, 0.0
@@ -109,7 +109,9 @@ class JointRecipe(Config):
         description="The compression recipe that is varied: a file, or a name of `penjing recipe list`. Its prune step "
         "gets a share for each group, its quantize step the layers that stay floating; its other steps heal."
     )
-    output: Path = Field(description="The folder to make: search.json, report.html, and front-NN.toml, recipes.")
+    output: OutputFolder = Field(
+        description="The folder to make: search.json, report.html, and front-NN.toml, recipes."
+    )
     settings: dict[str, Any] = Field(
         default={}, description='Settings that are not those of `base`, such as "data.images" or "steps.0.method".'
     )

@@ -29,6 +29,7 @@ from penjing.core.files import atomic_write_text, publish_folder
 from penjing.core.info import processor, versions
 from penjing.core.progress import Progress, Silent, plural
 from penjing.core.work import WorkFolder
+from penjing.train.sources.tensors import calling_once
 
 PAGE_FILE = "sensitivity.html"
 SCHEMA = 2
@@ -128,6 +129,7 @@ class Sensitivity:
             )
         return self.families[family.name]
 
+    @calling_once()
     def measure(
         self,
         folder: Path,

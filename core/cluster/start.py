@@ -17,5 +17,10 @@ def room_for_process() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "; end other programs and run again" if error.errno in _NO_ROOM else ""
-        raise SetupError(f"no process can be started: {error}{advice}") from error
+        raise no_process(error) from error
+
+
+def no_process(error: OSError) -> SetupError:
+    """Of the refusal to start a process."""
+    advice = "; end other programs and run again" if error.errno in _NO_ROOM else ""
+    return SetupError(f"no process can be started: {error}{advice}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
@@ -103,7 +104,11 @@ def trace(
     Raises:
         InputError: see `from_torch`; or the module has no such input or axis, or does not run on its example.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{type(model).__name__} is no torch.nn.Module; write one whose forward calls it")
     values, spec = pytree.tree_flatten((args, named))
+    if any(isinstance(value, np.ndarray) for value in values):
+        raise InputError("the example holds an array of numpy's; give tensors, as torch.from_numpy(array) makes them")
     names = _input_names(model, args, named)
     _check_axes(dynamic or {}, model, names, values)
     axes = [{0: BATCH} if dynamic is None else dynamic.get(name, {}) for name in names]
@@ -155,11 +160,23 @@ def without_ones(values: Sequence[Any], axes: Sequence[Mapping[int, str]]) -> li
     return [value.repeat(each) if 2 in each else value for value, each in zip(values, sizes, strict=True)]
 
 
-def fixed_axes(network: Network, dynamic: Axes) -> list[str]:
-    """Axes of `dynamic` ("x:2=length") of which the network takes the size of its example alone."""
+def remarks(network: Network, dynamic: Axes) -> list[str]:
+    """What is to be said of a network that was read: axes of `dynamic` of which it takes the size of its example alone,
+    and weights that are no numbers."""
     opened = {size for one in network.config.inputs for size in one.shape}
     said = [(name, axis, word) for name, axes in dynamic.items() for axis, word in axes.items()]
-    return [f"{name}:{axis}={word}" for name, axis, word in said if word not in opened]
+    found = [
+        f"--dynamic {name}:{axis}={word}: the network takes one size alone there, so it is fixed"
+        for name, axis, word in said
+        if word not in opened
+    ]
+    for name, tensor in network.module.state_dict().items():
+        if tensor.is_floating_point() and (count := int(tensor.isnan().sum())):
+            found.append(
+                f"{name} holds NaN at {count:,} of {tensor.numel():,} places, which every answer may become; was it "
+                "damaged, or did the training diverge?"
+            )
+    return found
 
 
 def _refusal(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Exception | None:

@@ -20,7 +20,7 @@ from penjing.core.graph.compare import CLOSE, MOST, in_float32
 from penjing.core.graph.config import DTYPE_NAMES, Meaning, Pixels
 from penjing.core.graph.network import Network
 from penjing.core.graph.passes import simplify
-from penjing.core.graph.trace import fixed_axes, trace
+from penjing.core.graph.trace import remarks, trace
 from penjing.core.imports.graph_tokenizer import tokenizer_file, with_tokenizer
 from penjing.core.imports.torch_parity import compared_with_module
 from penjing.core.imports.torch_weights import load_weights
@@ -140,8 +140,8 @@ def import_graph(
         f"{out}: {plural(nodes, 'operator')}, {weights} ({tensors}); its answers are "
         f"{parity['distance']:.1e} of their scale from those of {parity['oracle']}{_accepted(parity)}"
     )
-    for said in fixed_axes(network, options.dynamic or {}):
-        progress.note(f"--dynamic {said}: the network takes one size alone there, so it is fixed")
+    for said in remarks(network, options.dynamic or {}):
+        progress.note(said)
     return out
 
 

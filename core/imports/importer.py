@@ -142,7 +142,8 @@ def import_model(
             total = _save_kept(partial, config, kept, progress)
             write_manifest(partial, "artifact", created_by)
         else:
-            total = save_checkpoint(partial, config, _converted(model, config, DTYPES[dtype], progress), dtype=dtype)
+            converted = _converted(model, config, DTYPES[dtype], source, progress)
+            total = save_checkpoint(partial, config, converted, dtype=dtype)
             write_manifest(partial, "checkpoint", created_by)
     if isinstance(kept, KeptBlocks):
         progress.note(kept.said())
@@ -209,11 +210,17 @@ def _folder_identity(folder: Path, described: str) -> dict[str, Any]:
 
 
 def _converted(
-    model: _Source, config: DecoderConfig, dtype: torch.dtype, progress: Progress
+    model: _Source, config: DecoderConfig, dtype: torch.dtype, source: str, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in model.tensors():
         taken = tensor[: config.max_position_embeddings] if name == POSITIONS else tensor
-        yield name, taken.to(dtype)
+        found = taken.to(dtype)
+        if not bool(found.isfinite().all()):
+            if bool(taken.isfinite().all()):
+                most = torch.finfo(dtype).max
+                raise InputError(f"{source}: {name} holds numbers above {most:g}; choose --dtype bfloat16 or float32")
+            raise InputError(f"{source}: {name} holds NaN or infinity, so no answer is a number; get the model again")
+        yield name, found
         progress.advance()
 
 

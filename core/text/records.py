@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from penjing.core.errors import InputError, SetupError, first_line, no_json
+from penjing.core.errors import UTF16_MARKS, InputError, SetupError, first_line, no_json
 from penjing.core.remote.blocks import open_remote
 from penjing.core.remote.files import RemoteFile
 
@@ -32,10 +32,9 @@ LONGEST_LINE = 256 << 20  # bytes
 MOST_BAD_LINES = 0.01  # of a text: with more it is no UTF-8 text at all
 _ROWS = 256  # of a table at once
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields, in an error
-_JSON = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
-_UNPACKED = (
-    50  # a longer compressed text than LONGEST_LINE is read up to so many times its size: text packs 3 to 10 times
-)
+_JSON = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number", bool: "true or false"}
+_JSON[type(None)] = "null"
+_UNPACKED = 50  # times its size that a compressed text longer than LONGEST_LINE may be: text packs 3 to 10 times
 _PIECE = 1 << 12  # bytes of a .zst file at once: they unpack to 128 MB at most, four bytes to a block of 128 KB
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what reading a damaged or compressed file raises
 
@@ -254,6 +253,8 @@ def _decoded(raw: bytes) -> tuple[str, str | None]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        if raw[:2] in UTF16_MARKS:
+            return "", "cannot be read as UTF-8: it is UTF-16"
         return "", f"cannot be read as UTF-8: byte 0x{raw[error.start]:02x} at place {error.start}"
     return text, "holds the character NUL" if "\0" in text else None
 
@@ -291,8 +292,9 @@ def _of_values(values: Mapping[str, Any], where: str, column: str | None) -> Rec
                 return Damage(where, wrong)
             fields = {name: each for name, each in values.items() if name != key}
             return Record(where, value, fields=fields) if isinstance(value, str) else Record(where, None, value, fields)
-    if column is not None:
-        return Damage(where, f"the field {column!r} holds no text but {type(values[column]).__name__}")
+    if column is not None or "text" in values:
+        kind = type(values[column or "text"])
+        return Damage(where, f"the field {column or 'text'!r} holds no text but {_JSON.get(kind, kind.__name__)}")
     return Damage(where, f'an object with "text" or "messages" is needed (this has {field_names(values)})')
 
 
@@ -380,6 +382,9 @@ def _text(file: AnyFile, name: str) -> Iterator[Record | Damage]:
         if text.strip():
             yield Record(name, text)
         return
+    if raw[:2] in UTF16_MARKS:
+        yield Damage(name, f"{wrong}; convert it, for example by iconv -f utf-16 -t utf-8")
+        return
     lines, good, bad = raw.split(b"\n"), [], []
     for number, line in enumerate(lines, 1):
         text, wrong = _decoded(line)
@@ -389,7 +394,7 @@ def _text(file: AnyFile, name: str) -> Iterator[Record | Damage]:
             good.pop()
     if len(bad) > max(1, MOST_BAD_LINES * len(lines)) or not "".join(good).strip():
         reason = f"{bad[0].reason} of {bad[0].name.rpartition(', ')[2]}, and {len(bad)} of {len(lines)} lines are so"
-        yield Damage(name, f"{reason}; convert it, for example by iconv -f latin1 -t utf8")
+        yield Damage(name, f"{reason}; convert it, for example by iconv -f latin1 -t utf-8")
         return
     yield from bad
     yield Record(name, "\n".join(good))

@@ -72,7 +72,7 @@ def read_answers(path: Path) -> Iterator[Answer]:
         yield from _lines(path)
         return
     try:
-        tasks = json.loads(path.read_text(encoding="utf-8"))
+        tasks = json.loads(path.read_text(encoding="utf-8-sig"))  # some tools begin a file with a byte order mark
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is no JSON ({error}); export it anew, as JSON") from None
     if not isinstance(tasks, list):

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from penjing.core.cluster.start import no_process
 from penjing.core.errors import InputError, SetupError
 from penjing.core.progress import Silent
 from penjing.curate.documents.debian import fetch_debian
@@ -90,6 +91,8 @@ class Apertium:
                 out, _ = processes[-1].communicate(timeout=_SECONDS + len(text) / _CHARS_A_SECOND)
             except FileNotFoundError as error:
                 raise SetupError(f"apertium's {error.filename} is missing; apt-get install apertium") from None
+            except OSError as error:
+                raise no_process(error) from error
             except subprocess.TimeoutExpired:
                 raise SetupError(
                     f"apertium ({self._mode}) gave no answer; run again, finished tasks are kept"

@@ -79,7 +79,7 @@ def read_keys(path: Path) -> KeyFile:
                 raise InputError(f"{path} is no file of keys; make one with 'penjing keys add NAME --file {path}'")
             if status.st_mode & 0o077:
                 raise InputError(f"{path} can be read or changed by other users; run: chmod 600 {path}")
-            values = tomllib.loads(file.read().decode("utf-8"))
+            values = tomllib.loads(file.read().decode("utf-8-sig"))
     except OSError as error:
         raise InputError(
             f"cannot read {path}: {error.strerror}; make it with 'penjing keys add NAME --file {path}'"

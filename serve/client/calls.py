@@ -43,7 +43,7 @@ class CallSettings:
         retries: int,
         retrying: Callable[[PenjingError], None] | None = None,
     ) -> None:
-        host, colon, port = server.rpartition(":")
+        host, colon, port = server.rpartition(":") if isinstance(server, str) else ("", "", "")
         if not colon or not host or "/" in host or not port.isdigit():
             raise ConfigError(f"server {server!r} must be host:port, such as localhost:8001")
         self.server = server
@@ -63,7 +63,7 @@ class CallSettings:
         try:
             return build_request(self.model or DECODER, prompt, messages, sampling, stream=stream)
         except (TypeError, ValueError) as error:
-            raise RequestError(f"a sampling parameter or message cannot be sent: {error}") from None
+            raise RequestError(f"the request cannot be sent: {error}") from None
 
     def images_request(self, images: Any, deadline: float | None, request_id: str) -> Any:
         return build_infer(self.model or CLASSIFIER, image_tensor(images), remaining(deadline), request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,8 @@ def build_request(
 
     if isinstance(prompt, str):
         add_text("text_input", prompt)
+    elif isinstance(prompt, bytes | bytearray) or (prompt is not None and not isinstance(prompt, Iterable)):
+        raise TypeError(f"the prompt must be a text or a list of token ids, not {type(prompt).__name__}")
     elif prompt is not None:
         add_integers("prompt_token_ids", prompt)
     if messages is not None:

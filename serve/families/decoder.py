@@ -30,6 +30,12 @@ def _check(folder: Path, settings: EngineConfig) -> Path:
         from penjing.serve.runner.device import resolve_device
 
         resolve_device(settings, checkpoint.config)
+    if settings.device == "cpu" and (settings.max_model_len or settings.num_blocks or settings.kv_cache_bytes):
+        from penjing.serve.runner.kv_pool import available_memory, resolve
+        from penjing.serve.runner.parallel_runner import cached_model
+
+        cached = cached_model(settings, checkpoint.config)
+        resolve(settings, cached, available_memory(), checkpoint.quantization is not None)
     if settings.attention != "full":
         from penjing.serve.runner.key_blocks import check_key_blocks
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from penjing.core.errors import UTF16_MARKS
 from penjing.serve.gate.errors import ApiError
 from penjing.serve.gate.fields import Part, explained
 from penjing.serve.gate.finite import is_finite
@@ -26,8 +28,10 @@ def read_body(kind: type[B], content_type: str, body: bytes) -> B:
         raise _not_announced(content_type)
     try:
         # It bounds depth and the length of numbers, and refuses what is no UTF-8 and lone surrogates.
-        values = from_json(body, allow_inf_nan=False)
+        values = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)  # which RFC 8259 lets a reader pass over
     except ValueError as error:
+        if body[:2] in UTF16_MARKS:
+            raise ApiError(400, "The body is UTF-16; send JSON as UTF-8.", code="invalid_json") from None
         raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")

@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from penjing.core.cluster.start import room_for_process
 from penjing.core.errors import BrokenEngineError
 from penjing.serve.runner.step_inputs import StepTensors
 
@@ -147,6 +148,9 @@ class Workers:
             ranks: processes in all, this one included.
             threads: of each.
             context: as `load_model` takes it.
+
+        Raises:
+            SetupError: the machine has no room for another process.
         """
         self.ranks = ranks
         meeting = tempfile.TemporaryDirectory(prefix="penjing-ranks-")
@@ -162,9 +166,10 @@ class Workers:
                 arguments = [str(folder), *numbers, str(self.store_path)]
                 command = [_python(), "-m", "penjing.serve.runner.worker", *arguments]
                 self._channels.append(Channel(ours))
-                process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-                )
+                with room_for_process():
+                    process = subprocess.Popen(
+                        command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+                    )
                 self._processes.append(process)
 
     def begin(self, settings: bytes) -> GlooGather:

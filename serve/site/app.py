@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -75,7 +76,7 @@ class Front:
             lifespan=self._lifespan,
             exception_handlers={  # type: ignore[dict-item]
                 ApiError: _tell,
-                HTTPException: _tell_http,
+                HTTPException: self._tell_http,
                 Exception: _tell_failure,
             },
         )
@@ -157,6 +158,8 @@ class Front:
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name.strip("/"):
+            raise self._not_there(request.url.path)
         found = self.backend.model(name, request.scope["state"]["exchange"])
         return JSONResponse(await self._described(name if name in self.backend.listed else found.id))
 
@@ -169,6 +172,23 @@ class Front:
         longest = await context(self.backend, name)
         facts = {} if longest is None else {"max_model_len": longest}
         return {"id": name, "object": "model", "created": self.backend.started, "owned_by": "penjing"} | facts
+
+    async def _tell_http(self, request: Request, error: HTTPException) -> Response:
+        """Starlette's own errors: a path that is not there, a method that a path does not take."""
+        if error.status_code != 405:
+            return await _tell(request, self._not_there(request.url.path))
+        allowed = (error.headers or {}).get("Allow", "")
+        said = f"{request.url.path[:80]} takes {allowed}."
+        return await _tell(request, ApiError(405, said, code="method_not_allowed", headers={"allow": allowed}))
+
+    def _not_there(self, path: str) -> ApiError:
+        """Names the path that was meant, where one differs by slashes, by /v1, or by a letter or two."""
+        plain = "/" + "/".join(part for part in path[:80].split("/") if part)
+        known = [each.path for each in self._paths if "{" not in each.path]
+        alike = [each for each in (plain, f"/v1{plain}", plain.removeprefix("/v1")) if each in known]
+        alike += difflib.get_close_matches(plain, known, 1, 0.85)
+        hint = f"did you mean {alike[0]}?" if alike else "/openapi.json lists the paths."
+        return ApiError(404, f"There is no {path[:80]} here; {hint}", code="not_found")
 
 
 def _not_ready(status: str) -> Response:
@@ -184,14 +204,3 @@ async def _tell(request: Request, error: ApiError) -> Response:
 async def _tell_failure(request: Request, error: Exception) -> Response:
     """Of a defect, which is raised on to whoever logs it: without this the answer would be none of ours."""
     return await _tell(request, failed())
-
-
-async def _tell_http(request: Request, error: HTTPException) -> Response:
-    """Starlette's own errors: a path that is not there, a method that a path does not take."""
-    path = request.url.path[:80]
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        found = ApiError(405, f"{path} takes {allowed}.", code="method_not_allowed", headers={"allow": allowed})
-    else:
-        found = ApiError(404, f"There is no {path} here.", code="not_found")
-    return await _tell(request, found)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from penjing.core.errors import ServerError, SetupError
@@ -16,9 +17,16 @@ POLL_SECONDS = 0.05
 STATE_SECONDS = 2.0  # a server writes its state as it starts, and removes it as it ends
 
 
-def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
+def _show(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def stop(grpc_port: int = 8001, *, timeout: float = 30.0, tell: Callable[[str], None] = _show) -> None:
     """Drain and end the server on `grpc_port`, and those that were started with it for other models; after `timeout`
     seconds they end at once.
+
+    Args:
+        tell: is given the line that says what has stopped.
 
     Raises:
         ServerError: one did not end, or nothing says which process it is.
@@ -26,7 +34,7 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
     found = _running(grpc_port)
     if found is None:
         state.clean_up(grpc_port)
-        print(f"no penjing server runs on gRPC port {grpc_port}", file=sys.stderr)
+        tell(f"no penjing server runs on gRPC port {grpc_port}")
         return
     ports = state.fleet_ports(found)
     for port in ports:
@@ -41,7 +49,7 @@ def stop(grpc_port: int = 8001, *, timeout: float = 30.0) -> None:
             if not any(map(state.is_running, ports)) and not (found.fleet_pid and state.lives(found.fleet_pid)):
                 for port in ports:
                     state.clean_up(port)
-                print(f"{_servers(ports)} {'has' if len(ports) == 1 else 'have'} stopped", file=sys.stderr)
+                tell(f"{_servers(ports)} {'has' if len(ports) == 1 else 'have'} stopped")
                 return
             time.sleep(POLL_SECONDS)
     raise ServerError(f"process {pid} of {_servers(ports)} does not end; kill it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,9 @@ def test_run_refuses_what_is_no_recipe(tmp_path: Path) -> None:
         ('a "b" \U0001f333', '"a \\"b\\" \U0001f333"'),
         (Path("build/x"), '"build/x"'),
         ((1, 2), "[1, 2]"),
+        (np.int64(3), "3"),
+        (np.float64(0.5), "0.5"),
+        (torch.tensor(2), "2"),
         ({"kind": "cosine", "peak": 1e-5}, '{kind = "cosine", peak = 1e-05}'),
     ],
 )
@@ -68,6 +72,12 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
         penjing.report([])
     with pytest.raises(penjing.InputError):
         penjing.report(tmp_path)
+
+
+def test_a_server_that_cannot_start_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(penjing.InputError, match="none does not exist"), penjing.serving(tmp_path / "none"):
+        pass
+    assert capfd.readouterr() == ("", "")
 
 
 def test_import_takes_paths(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -121,6 +123,16 @@ def test_an_artifact_is_loaded_and_answers(tmp_path: Path) -> None:
 def test_a_folder_of_another_family_is_refused_by_its_name(tiny_checkpoint: Path) -> None:
     with pytest.raises(penjing.InputError, match="is of the family 'decoder', and no graph"):
         penjing.Network.load(tiny_checkpoint)
+
+
+def test_what_is_no_module_and_no_tensor_is_refused_by_name() -> None:
+    with pytest.raises(penjing.InputError, match=r"function is no torch.nn.Module; write one whose forward calls it"):
+        penjing.Network.from_torch(cast("torch.nn.Module", lambda x: x), torch.randn(2, 4))
+    for example in (np.zeros((2, 4), np.float32), [np.zeros((2, 4), np.float32)]):
+        with pytest.raises(penjing.InputError, match=r"give tensors, as torch.from_numpy"):
+            penjing.Network.from_torch(torch.nn.Linear(4, 2), cast("torch.Tensor", example))
+    with pytest.raises(penjing.InputError, match="Linear does not run on its example"):
+        penjing.Network.from_torch(torch.nn.Linear(4, 2), cast("torch.Tensor", None))
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name() -> None:

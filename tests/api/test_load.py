@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -43,9 +44,12 @@ def test_an_encoder(encoder: Path) -> None:
     assert np.allclose(network("it"), vectors[2:], atol=1e-5)
 
 
-def test_refusals(classifier: Path, tmp_path: Path) -> None:
+def test_refusals(classifier: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(penjing.ConfigError, match=r"device 'cuda': .* family 'classifier'"):
         penjing.load(classifier, device="cuda")
+    for device in ("tpu9", "cuda:99", cast("str", 5)):
+        with pytest.raises(penjing.ConfigError, match=r"device .* cannot be used here \(.*\); take 'cpu'"):
+            penjing.load(tiny_checkpoint, device=device)
     with pytest.raises(penjing.InputError):
         penjing.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"name": "of nothing we know"}))

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from penjing.core.config import Config, apply_override, dump_toml, load_recipe, parse_config
+from penjing.core.config import Config, OutputFolder, apply_override, dump_toml, load_recipe, parse_config
 from penjing.core.errors import ConfigError
 from penjing.core.models.config import DecoderConfig
 
@@ -120,8 +120,26 @@ def test_missing_and_malformed_recipes(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"is a folder, not a recipe; name a TOML file"):
         load_recipe(Recipe, tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read: it is UTF-16; convert it, for example by iconv"):
         load_recipe(Recipe, tmp_path / "binary.toml")
+    (tmp_path / "binary.toml").write_bytes(b"name = '\xe9'")
+    with pytest.raises(ConfigError, match="cannot be read: byte 0xe9 at place 8 is no UTF-8; save it as UTF-8"):
+        load_recipe(Recipe, tmp_path / "binary.toml")
+
+
+def test_a_recipe_saved_on_windows_is_read(recipe):
+    wanted = load_recipe(Recipe, recipe)
+    recipe.write_bytes(b"\xef\xbb\xbf" + recipe.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_recipe(Recipe, recipe) == wanted
+
+
+@pytest.mark.parametrize("output", ["", ".", "/", "a\0b"])
+def test_a_folder_to_make_needs_a_name(output):
+    class Making(Config):
+        output: OutputFolder
+
+    with pytest.raises(ConfigError, match=r"output: .* is no name of a folder of its own"):
+        parse_config(Making, {"output": output}, "recipe")
 
 
 def test_configs_are_frozen():

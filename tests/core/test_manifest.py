@@ -88,6 +88,12 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, text: str, whole: bool
             read_json_object(path)
 
 
+def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "any.json"
+    path.write_text('{"a": 1}', encoding="utf-8-sig")
+    assert read_json_object(path) == {"a": 1}
+
+
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="penjing import"):
         read_manifest(tmp_path)

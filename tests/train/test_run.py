@@ -243,7 +243,7 @@ def test_work_that_is_there_is_not_overwritten(recipe: Path, tmp_path: Path) -> 
         train(recipe, ["model.hidden_size=40", "model.head_dim=10"], resume="auto", accept_changes=True)
     with pytest.raises(InputError, match="made with batch_size=8, this run has 4"):
         train(recipe, ["data.batch_size=4"], resume="auto", accept_changes=True)
-    with pytest.raises(InputError, match=r"complete.json does not exist"):
+    with pytest.raises(InputError, match=r"holds no state of a training; those of a run lie in OUTPUT-run.checkpoints"):
         train(recipe, resume=str(tmp_path / "nowhere"))
     train(recipe, ["model.hidden_size=40", "model.head_dim=10"], force=True)
     train(recipe, ["model.hidden_size=40", "model.head_dim=10", "steps=10"], resume="auto")

@@ -9,7 +9,8 @@ from typing import NoReturn
 import pytest
 
 from penjing.core.config import load_recipe
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, InputError, SetupError
+from penjing.core.work import alone_in
 from penjing.train.recipe.recipe import TrainRecipe
 from penjing.train.run import train, train_task
 
@@ -73,6 +74,16 @@ def test_the_machine_is_looked_at_before_any_data(recipe: Path, setting: str, sa
 
     with pytest.raises(ConfigError, match=says):
         train_task(load_recipe(TrainRecipe, recipe, [setting]), build, command="tests")
+
+
+def test_two_runs_do_not_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
+    with alone_in(tmp_path / "out-run"), pytest.raises(SetupError, match=r"another process is working in .*/out-run"):
+        train(recipe, force=True)
+    assert not (tmp_path / "out-run").exists()
+    train(recipe)
+    (tmp_path / "out-run/own.txt").touch()
+    train(recipe, force=True)
+    assert not (tmp_path / "out-run/own.txt").exists()
 
 
 def test_text_too_short_to_evaluate_on_is_refused_before_the_run(recipe: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from penjing.core.config import Config
+from penjing.core.config import Config, OutputFolder
 from penjing.train.adapter.lora import AdapterConfig
 from penjing.train.monitor.alarms import AlarmConfig
 from penjing.train.monitor.monitor import MonitorConfig
@@ -152,8 +152,8 @@ class EvaluationConfig(Config):
 class RunRecipe(Config):
     """A run of any task: where it writes, how long, and its parts; only the model is the task's own."""
 
-    output: Path = Field(description="The folder that the trained checkpoint is written into.")
-    run: Path | None = Field(
+    output: OutputFolder = Field(description="The folder that the trained checkpoint is written into.")
+    run: OutputFolder | None = Field(
         default=None, description="The folder of training state and metrics; by default OUTPUT-run."
     )
     steps: int = Field(default=0, ge=0, description="Updates of the weights; 0: as many as `epochs` make.")

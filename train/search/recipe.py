@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penjing.core.cluster.ray_cluster import RaySettings
-from penjing.core.config import Config
+from penjing.core.config import Config, OutputFolder, parse_config
+from penjing.core.errors import ConfigError
 
 Value = bool | int | float | str
 
@@ -59,7 +60,9 @@ class SearchRecipe(Config):
     (Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.)"""
 
     base: Path = Field(description="The training recipe that is varied: a file, or a name of `penjing recipe list`.")
-    output: Path = Field(description="The folder of the search: its trials, search.json, report.html and best.toml.")
+    output: OutputFolder = Field(
+        description="The folder of the search: its trials, search.json, report.html and best.toml."
+    )
     settings: dict[str, Any] = Field(
         default={}, description='Settings of every trial that are not those of `base`, such as "evaluation.samples".'
     )
@@ -101,7 +104,17 @@ class SearchRecipe(Config):
     def _two_numbers_are_a_range(cls, space: Any) -> Any:
         if not isinstance(space, dict):
             return space
-        return {key: _spelled_out(key, given) for key, given in space.items()}
+        return {key: _allowed(key, _spelled_out(key, given)) for key, given in space.items()}
+
+
+def _allowed(key: str, given: Any) -> Any:
+    """What a setting may be, of the kind that its keys name: tried as both kinds, one mistake is told as many."""
+    if not isinstance(given, dict):
+        return given
+    try:
+        return parse_config(Choices if "values" in given else Range, given, key)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 def _spelled_out(key: str, given: Any) -> Any:

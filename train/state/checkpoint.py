@@ -134,6 +134,11 @@ class Checkpoints:
 
     @staticmethod
     def _read(path: Path, rank: int, size: int) -> tuple[int, Tree]:
+        if not (path / _COMPLETE).exists():
+            raise InputError(
+                f"{path} holds no state of a training; those of a run lie in OUTPUT-run/checkpoints/step-…, and "
+                "--resume auto goes on from the newest"
+            )
         seal = read_json_object(path / _COMPLETE)
         if seal.get("schema_version") == SHARDED_VERSION:
             return int(seal["step"]), read_shards(path, seal["sha256"], rank, size)

@@ -84,6 +84,19 @@ def test_other_samples_under_the_same_name_are_measured_anew(graph: Path, tmp_pa
     assert again["rows"] != first["rows"]
 
 
+def test_a_function_that_draws_is_called_once(graph: Path, tmp_path: Path) -> None:
+    lines = [
+        "import pathlib, numpy as np",
+        "def drawn():",
+        "    with open(pathlib.Path(__file__).with_name('calls'), 'a') as f:",
+    ]
+    lines += ["        f.write('x')", "    yield {'x': np.random.standard_normal((20, 3, 16, 16)).astype(np.float32)}"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    settings = GraphBits(widths=(3,), source=f"{tmp_path}/mine.py:drawn", images=8)
+    assert TO_BITS.measure(graph, settings, out=tmp_path / "bits")["baseline"]["samples"] == 8
+    assert (tmp_path / "calls").read_text() == "x"
+
+
 def test_labels_that_are_no_classes_are_no_matter(graph: Path, tmp_path: Path) -> None:
     images = np.random.default_rng(1).standard_normal((20, 3, 16, 16)).astype(np.float32)
     np.savez(tmp_path / "mine.npz", images=images, labels=np.linspace(0, 1, 20))

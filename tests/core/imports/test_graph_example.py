@@ -98,6 +98,15 @@ def test_a_named_axis_that_the_network_fixes_is_said(models: str, tmp_path: Path
     ]
 
 
+def test_weights_that_are_no_numbers_are_said(tmp_path: Path) -> None:
+    heard = Heard()
+    lines = ["import torch", "def build():", "    net = torch.nn.Linear(4, 2)"]
+    lines += ["    net.weight.data[0, 1] = float('nan')", "    return net, torch.randn(1, 4)"]
+    (tmp_path / "net.py").write_text("\n".join(lines))
+    import_graph(f"{tmp_path}/net.py:build", tmp_path / "out", progress=heard)
+    assert heard.notes[1].startswith("weight holds NaN at 1 of 8 places, which every answer may become; ")
+
+
 def test_a_network_of_one_row_comes_in_with_one_row(models: str, tmp_path: Path) -> None:
     network = load_network(import_graph(f"{models}:one_row", tmp_path / "out"))
     assert network.config.inputs[0].shape == (1, 3, 4)

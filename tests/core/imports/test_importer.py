@@ -242,6 +242,27 @@ def test_integer_weights_are_refused(tmp_path: Path, tiny_checkpoint: Path) -> N
         import_model(str(folder), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype", "says"),
+    [
+        (float("nan"), "float32", "norm.weight holds NaN or infinity, so no answer is a number"),
+        (float("inf"), "bfloat16", "norm.weight holds NaN or infinity"),
+        (1e5, "float16", "norm.weight holds numbers above 65504; choose --dtype bfloat16 or float32"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(
+    tmp_path: Path, tiny_checkpoint: Path, value: float, dtype: Any, says: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "nan"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "penjing.json").unlink()
+    with pytest.raises(InputError, match=says):
+        import_model(str(folder), tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
 KILLS = 24
 KILLED = """
 import os, signal, sys, time

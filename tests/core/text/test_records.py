@@ -69,7 +69,8 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: st
         (b'{"text": "a\\u0000b"}', "NUL"),
         (b'{"text": "a\\ud800b"}', "half a surrogate pair"),
         (b'["text"]', "an object"),
-        (b'{"text": 3}', "an object"),
+        (b'{"text": 3}', "the field 'text' holds no text but a number"),
+        (b'{"text": {}}', "the field 'text' holds no text but an object"),
         (b"[" * 100_000, "not JSON"),
         (b'{"messages": null}', "messages must be a list of objects"),
         (b'{"messages": ["hi"]}', "messages must be a list of objects"),
@@ -126,6 +127,10 @@ def test_one_bad_byte_costs_its_line_and_another_encoding_the_text(tmp_path: Pat
     assert isinstance(damage, Damage)
     assert not damage.part
     assert "of line 1, and 5 of 6 lines are so; convert it" in damage.reason
+    write(path, "né\n".encode("utf-16"))
+    (damage,) = read_records(path, "a.txt")
+    reason = "cannot be read as UTF-8: it is UTF-16; convert it, for example by iconv -f utf-16 -t utf-8"
+    assert damage == Damage("a.txt", reason)
     assert list(read_records(write(tmp_path / "empty.txt", b"\n"), "e")) == []
 
 

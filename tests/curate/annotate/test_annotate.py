@@ -84,6 +84,7 @@ def test_tasks_come_back_as_labels_to_learn_from(tmp_path: Path, form: Any) -> N
         assert [each.get("value") for each in choices] == ["good", "bad"]
     said = {str(place): ["good" if place % 2 else "bad"] * 3 for place in range(1, 6)} | {"6": ["good", "bad"]}
     export = answered(tasks, form, said)
+    export.write_text(export.read_text(encoding="utf-8"), encoding="utf-8-sig")  # as some tools save it
     found = agree([export], tmp_path / "labels.jsonl", tmp_path / "experts.json", least=0.999, form=form)
     assert (found["settled"], found["for experts"]) == (5, 1)
     labels = read_labels(tmp_path / "labels.jsonl")

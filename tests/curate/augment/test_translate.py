@@ -3,7 +3,9 @@ given what transformers' tokenizer gives it."""
 
 from __future__ import annotations
 
+import errno
 import json
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from penjing.core.errors import InputError
-from penjing.curate.augment.translate import CTranslate2
+from penjing.core.errors import InputError, SetupError
+from penjing.curate.augment import translate
+from penjing.curate.augment.translate import Apertium, CTranslate2
 
 SENTENCES = ["The list of values is sorted.", "A class has attributes, and so has each of its instances!"]
 
@@ -95,3 +98,16 @@ def test_damaged_settings_are_refused(converted: tuple[Path, list[str]], tmp_pat
     (tmp_path / "config.json").write_text(settings)
     with pytest.raises(InputError, match="cannot be opened by CTranslate2"):
         CTranslate2(tmp_path)
+
+
+def test_a_machine_without_room_for_apertium_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    modes = tmp_path / "usr/share/apertium/modes"
+    modes.mkdir(parents=True)
+    (modes / "eng-spa.mode").write_text("cat", encoding="utf-8")
+    monkeypatch.setattr(translate, "apertium_folders", lambda _: [tmp_path])
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(SetupError, match=r"no process can be started: .*; end other programs and run again"):
+        Apertium("eng-spa", "eng-spa")(["One sentence."])

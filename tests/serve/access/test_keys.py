@@ -35,6 +35,12 @@ def test_a_key_is_found_until_it_is_revoked(path: Path) -> None:
     assert ring.find(secret) is None
 
 
+def test_a_file_that_an_editor_of_windows_saved_is_read(path: Path) -> None:
+    secret = add_key(path, "alice", {})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert KeyRing(path).find(secret) is not None
+
+
 def test_the_file_has_no_secret_and_one_reader(path: Path) -> None:
     secret = add_key(path, "alice", {})
     assert len(secret) >= 43  # 256 bits

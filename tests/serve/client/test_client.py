@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -281,7 +281,7 @@ def test_a_timeout_cancels_the_request(script: Script, kind: str) -> None:
 def test_no_server_is_said_with_the_next_step(kind: str) -> None:
     with pytest.raises(ServerError, match=r"no server answers at 127\.0\.0\.1:9; start one with 'penjing serve MODEL'"):
         generate("127.0.0.1:9", kind, retries=0)
-    for address in ("localhost", "http://localhost:8001"):
+    for address in ("localhost", "http://localhost:8001", cast("str", 8001)):
         with pytest.raises(ConfigError, match="must be host:port"):
             generate(address, kind)
 
@@ -392,3 +392,9 @@ def test_readiness_is_a_question_to_the_model(script: Script) -> None:
 def test_what_cannot_be_sent_is_refused_here(script: Script) -> None:
     with Client(script.address) as client, pytest.raises(RequestError, match="cannot be sent"):
         client.generate("hi", stop=object())
+    for prompt in (5, b"hi"):
+        with (
+            Client(script.address) as client,
+            pytest.raises(RequestError, match="must be a text or a list of token ids, "),
+        ):
+            client.generate(cast("str", prompt))

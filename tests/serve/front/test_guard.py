@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
 
 import pytest
 
@@ -29,6 +30,25 @@ def test_paths_and_methods(front: Fronted, path: str, method: str, status: int) 
     answer = front.ask(path, method=method)
     assert answer.status == status
     assert answer.error["type"] in ("not_found_error", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/models/", "did you mean /v1/models?"),
+        ("/v1/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/v1//chat/completions", "did you mean /v1/chat/completions?"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/v1/completion", "did you mean /v1/completions?"),
+        ("/v1", "/openapi.json lists the paths."),
+        ("/" + "é" * 300, "/openapi.json lists the paths."),
+    ],
+)
+def test_a_path_that_is_not_there_names_the_one_that_was_meant(front: Fronted, path: str, hint: str) -> None:
+    answer = front.ask(quote(path))
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert answer.error["message"].endswith(f" here; {hint}")
 
 
 def test_a_web_page_cannot_call_a_local_server(front: Fronted) -> None:

@@ -122,3 +122,12 @@ def test_a_field_is_named_as_the_client_wrote_it(
 def test_the_first_wrong_field_is_told() -> None:
     messages = [{"role": "king", "content": "a"}, {"role": "user", "content": [{"type": "text"}]}]
     assert error_of(ChatBody, {"messages": messages}).param == "messages.0.role"
+
+
+def test_a_byte_order_mark_is_passed_over_and_other_encodings_are_told() -> None:
+    body = json.dumps({"model": "a", "prompt": "é"}, ensure_ascii=False)
+    read = [read_body(CompletionBody, "application/json", body.encode(name)) for name in ("utf-8", "utf-8-sig")]
+    assert read[0] == read[1]
+    with pytest.raises(ApiError, match="The body is UTF-16; send JSON as UTF-8") as caught:
+        read_body(CompletionBody, "application/json", body.encode("utf-16"))
+    assert caught.value.code == "invalid_json"

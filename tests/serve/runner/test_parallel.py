@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 from penjing.core.checkpoint.load import LoadedModel, load_model
-from penjing.core.errors import BrokenEngineError, ConfigError
+from penjing.core.errors import BrokenEngineError, ConfigError, SetupError
 from penjing.core.runtime.tensor_parallel import Split
 from penjing.kernels.cpu import extension
 from penjing.serve.engine.config import EngineConfig
@@ -181,6 +183,15 @@ def test_a_process_that_cannot_load_is_told(make_tiny_checkpoint: Callable[..., 
     workers = Workers(tmp_path / "missing", 2, 1)
     with pytest.raises(BrokenEngineError, match="process 1 of 2 ended with status 1"):
         workers.begin(b"{}")
+
+
+def test_a_machine_without_room_for_processes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(SetupError, match=r"no process can be started: .*; end other programs and run again"):
+        Workers(tmp_path, 2, 1)
 
 
 def test_a_part_of_a_half_precision_checkpoint_is_read(make_tiny_checkpoint: Callable[..., Path]) -> None:

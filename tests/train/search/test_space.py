@@ -90,7 +90,9 @@ def drawn_grid(recipe: SearchRecipe, start: Settings) -> list[Settings]:
     [
         ({"a": [1, 2, 3]}, r"a list is two numbers.*choices are \{ values = \[1, 2, 3\] \}"),
         ({"a": ["x", "y"]}, "a list is two numbers"),
-        ({"a": [2.0, 1.0]}, r"must be above low = 2"),
+        ({"a": [2.0, 1.0]}, r"^search.toml: space: a: high: must be above low = 2 \(got 1.0\) \(got [^;]*$"),
+        ({"a": {"values": [1, 2], "low": 1}}, r"space: a: unknown key 'low'. Valid keys: values \(got [^;]*$"),
+        ({"a": {"lowest": 1, "high": 2}}, "unknown key 'lowest'; did you mean 'low'"),
         ({"a": {"low": 0.0, "high": 1.0, "scale": "log"}}, 'set scale = "linear"'),
         ({"a": {"low": 0.5, "high": 4.0, "scale": "linear", "whole": True}}, "needs whole numbers"),
         ({"a": {"values": [1]}}, "at least 2 items"),
