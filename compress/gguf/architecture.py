@@ -233,6 +233,9 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
         values = {"type": "linear", "factor": float(scaling.factor)}
     elif scaling.rope_type == "yarn":
         values = {"type": "yarn", **{name: getattr(scaling, ours) for name, ours in YARN_FIELDS.items()}}
+        usual = yarn_magnitudes(RopeScaling(rope_type="yarn", factor=scaling.factor))[0]
+        if (rotated := yarn_magnitudes(scaling)[0]) != usual:
+            values["attn_factor"] = rotated / usual
     elif scaling.rope_type == "llama3":  # llama.cpp reads the divisors alone; these say what they were made of
         values = {name: getattr(scaling, ours) for name, ours in LLAMA3_FIELDS.items()}
     else:
