@@ -70,11 +70,19 @@ def written_as(config: DecoderConfig, source: str) -> list[Written]:
     kind = _KINDS.get(config.model_type, config.model_type)
     able = [each for each in ARCHITECTURES.values() if (each.dense if config.moe is None else each.experts is not None)]
     known = sorted(able, key=lambda each: kind == NATIVE or each.kind != kind)  # keeps the order of the table
-    tried = [_as(here, config) for here in known]
-    found_in = [(each.architecture.name, _departures(each, config)) for each in tried]
-    if fitting := [each for each, (_, found) in zip(tried, found_in, strict=True) if not found]:
+    fitting: list[Written] = []
+    refused: list[tuple[str, list[str]]] = []
+    for here in known:
+        written = _as(here, config)
+        if found := _departures(written, config):
+            refused.append((here.name, found))
+            continue
+        fitting.append(written)
+        if not here.layer_norm:  # of one with such norms only the tensors tell whether all have a place
+            break
+    if fitting:
         return fitting
-    name, found = min(found_in, key=lambda each: len(each[1]))
+    name, found = min(refused, key=lambda each: len(each[1]))
     raise InputError(
         f"{source} has {' and '.join(found)}, which {name} has not, the nearest architecture of GGUF, and so it is not "
         "written as GGUF; penjing serves the artifact as it is"
@@ -233,6 +241,9 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
         values = {"type": "linear", "factor": float(scaling.factor)}
     elif scaling.rope_type == "yarn":
         values = {"type": "yarn", **{name: getattr(scaling, ours) for name, ours in YARN_FIELDS.items()}}
+        usual = yarn_magnitudes(RopeScaling(rope_type="yarn", factor=scaling.factor))[0]
+        if (rotated := yarn_magnitudes(scaling)[0]) != usual:
+            values["attn_factor"] = rotated / usual
     elif scaling.rope_type == "llama3":  # llama.cpp reads the divisors alone; these say what they were made of
         values = {name: getattr(scaling, ours) for name, ours in LLAMA3_FIELDS.items()}
     else:

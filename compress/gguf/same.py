@@ -70,7 +70,7 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
     kind = "default" if scaling.rope_type == "dynamic" else scaling.rope_type
     values: dict[str, Any] = {"rope_type": kind} | {name: getattr(scaling, name) for name in _READ[kind]}
     if kind in ("yarn", "longrope"):
-        values["attention_factor"] = yarn_magnitudes(scaling)[0]
+        values["attention_factor"] = float(f"{yarn_magnitudes(scaling)[0]:.6g}")  # a file has it as a product
     if kind == "longrope":
         values["long_factor"] = scaling.long_factor or scaling.short_factor
     return values

@@ -13,6 +13,7 @@ from penjing.core.config import C, parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.gguf.names import LLAMA3_FIELDS, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, YARN_FIELDS
 from penjing.core.layers.settings import RopeScaling
+from penjing.core.models.rope import yarn_magnitudes
 
 
 class Metadata:
@@ -83,14 +84,20 @@ class Metadata:
         return self._longrope() if known == "longrope" else RopeScaling()
 
     def _yarn_scaling(self, truncate: bool) -> RopeScaling:
-        """llama.cpp's YaRN is that of transformers, unless other keys change what follows from the factor."""
-        plain = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+        """llama.cpp's YaRN is that of transformers; what rotated queries and keys are multiplied by follows from the
+        factor, times attn_factor. Of yarn_attn_factor, the network's own, llama.cpp reads nothing."""
+        plain = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
         for name, usual in plain.items():
             if (value := self._real(f"rope.scaling.{name}", usual)) != usual:
                 raise InputError(f"{self.path}: rotary scaling 'yarn' with {name}={value} is not supported")
-        usual = {name: getattr(RopeScaling(), name) for name in ("beta_fast", "beta_slow")}
-        values = {ours: self._field(f"rope.scaling.{name}", usual.get(ours)) for name, ours in YARN_FIELDS.items()}
-        return self._parse(RopeScaling, {"rope_type": "yarn", "truncate": truncate, **values})
+        defaults = {name: getattr(RopeScaling(), name) for name in ("beta_fast", "beta_slow")}
+        values = {ours: self._field(f"rope.scaling.{name}", defaults.get(ours)) for name, ours in YARN_FIELDS.items()}
+        made = self._parse(RopeScaling, {"rope_type": "yarn", "truncate": truncate, **values})
+        times, own = self._real("rope.scaling.attn_factor", 1.0), self._real("rope.scaling.yarn_attn_factor", 1.0)
+        if times == own == 1.0:
+            return made
+        usual = yarn_magnitudes(made)[0] if own == 1.0 else own
+        return self._parse(RopeScaling, made.model_dump() | {"attention_factor": usual * times})
 
     def _longrope(self) -> RopeScaling:
         """Which of the two lists llama.cpp rotates by follows from the context that it is started with, as here."""

@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-biases": {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "llama-linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama-yarn": {"rope_scaling": YARN},
+    "llama-yarn-factor": {"rope_scaling": YARN | {"attention_factor": 1.0}},
     "llama-longrope": {"rope_scaling": LONGROPE},
     "llama-3": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     "llama-3-other": {

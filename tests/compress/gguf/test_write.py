@@ -259,10 +259,6 @@ def dequantized(checkpoint: Checkpoint, context: int | None = None) -> Decoder:
             {"model_type": "qwen3", "qk_norm": True, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "has rotary scaling 'llama3', which qwen3",
         ),
-        (
-            {"rope_scaling": YARN | {"attention_factor": 1.0}},
-            "'yarn' with attention_factor=1.0, which llama",
-        ),
         ({"rope_scaling": YARN | {"truncate": False}}, "with truncate=False"),
         (
             {"model_type": "qwen3", "qk_norm": True, "rope_scaling": LONGROPE},

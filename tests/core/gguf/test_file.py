@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from pathlib import Path
@@ -162,6 +163,11 @@ def test_yarn_scaling(tmp_path: Path) -> None:
     assert GgufFile(tmp_path / "a.gguf").config.rope_scaling == expected
     write(tmp_path / "b.gguf", metadata=YARN | {"llama.rope.scaling.yarn_beta_fast": 16.0})
     assert GgufFile(tmp_path / "b.gguf").config.rope_scaling == expected.model_copy(update={"beta_fast": 16.0})
+    write(tmp_path / "c.gguf", metadata=YARN | {"llama.rope.scaling.attn_factor": 0.5})
+    usual = 1 + 0.1 * math.log(4)
+    assert GgufFile(tmp_path / "c.gguf").config.rope_scaling.attention_factor == pytest.approx(usual / 2)
+    write(tmp_path / "d.gguf", metadata=YARN | {"llama.rope.scaling.yarn_attn_factor": 1.5})
+    assert GgufFile(tmp_path / "d.gguf").config.rope_scaling.attention_factor == 1.5
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_yarn_scaling(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "longrope"}, r"'longrope' lacks rope_factors_long\.weight"),
         ({"llama.rope.scaling.type": "su"}, "rotary scaling 'su' of llama is not supported"),
         ({"llama.rope.scaling.type": "yarn"}, r"lacks the metadata llama\.rope\.scaling\.factor"),
-        (YARN | {"llama.rope.scaling.attn_factor": 0.5}, "'yarn' with attn_factor=0.5 is not supported"),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}, "'yarn' with yarn_ext_factor=0.5 is not supported"),
         (YARN | {"llama.rope.scaling.yarn_log_multiplier": 0.1}, "with yarn_log_multiplier="),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16"),
         ({"llama.expert_count": 8}, "lacks the metadata llama.expert_used_count"),
