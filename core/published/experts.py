@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penjing.core.models.config import DecoderConfig
-from penjing.core.published.fields import Values, convolutions, two_bases, unrotated
+from penjing.core.published.fields import Values, convolutions, kinds, two_bases, unrotated
 
 
 def _routed(config: DecoderConfig) -> Values:
@@ -60,6 +60,15 @@ def _lfm2_moe(config: DecoderConfig) -> Values:
     return _routed(config) | convolutions(config) | {"num_dense_layers": dense, "use_expert_bias": biased}
 
 
+def _afmoe(config: DecoderConfig) -> Values:
+    values = _routed(config)
+    names = {"route_scale": "routed_scaling_factor", "num_dense_layers": "first_k_dense_replace"}
+    own = {theirs: values[ours] for theirs, ours in names.items() if ours in values}
+    window = config.sliding_window or config.max_position_embeddings  # it has one even where no layer slides
+    fixed = {"mup_enabled": False, "global_attn_every_n_layers": 4, "sliding_window": window}
+    return values | own | kinds(config) | fixed
+
+
 EXPERT_FORMS: dict[str, Callable[[DecoderConfig], Values]] = {
     "olmoe": _routed,
     "flex_olmo": _routed,
@@ -70,5 +79,6 @@ EXPERT_FORMS: dict[str, Callable[[DecoderConfig], Values]] = {
     "minimax_m2": _minimax_m2,
     "mellum": _mellum,
     "lfm2_moe": _lfm2_moe,
+    "afmoe": _afmoe,
 }
 """Type of folder → what its `config.json` says beside and otherwise than Llama's."""
