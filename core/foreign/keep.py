@@ -19,7 +19,7 @@ from torch import Tensor
 from penjing.core.artifact.decoder import quantization_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.foreign.bitnet import BitNet
-from penjing.core.foreign.folder import ForeignCheckpoint
+from penjing.core.foreign.folder import FoldedForeignCheckpoint, ForeignCheckpoint
 from penjing.core.foreign.layer import TERNARY, TERNARY_ZERO, Grouped, num_groups
 from penjing.core.models.tensor_names import tensor_shapes
 from penjing.core.runtime.schemes import quantized_modules
@@ -207,6 +207,8 @@ def runs_as_it_is(checkpoint: ForeignCheckpoint) -> bool:
     One of W4A16 it runs too, but an import chooses whether its activations are rounded.
     """
     assert checkpoint.quantization is not None
+    if isinstance(checkpoint, FoldedForeignCheckpoint):
+        return False  # only an import folds it
     try:
         schemes = quantized_modules(checkpoint.quantization, checkpoint.modules)
         return bool(schemes) and all(scheme.activation_bits != FLOATING for scheme in schemes.values())
