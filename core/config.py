@@ -52,7 +52,11 @@ def parse_config(config_type: type[C], values: dict[str, Any], source: str, pref
         wrong = error.errors()
         # Which keys are right follows from a section's kind: while that is wrong, only it is told.
         wrong = [entry for entry in wrong if entry["type"].startswith("union_tag_")] or wrong
-        lines = [_explain(config_type, entry, prefix) for entry in wrong]
+        # Entries of a list that are wrong are not counted, and the list seems too short for want of them.
+        told = [entry["loc"] for entry in wrong]
+        short = [entry for entry in wrong if entry["type"] == "too_short"]
+        inside = [entry for entry in short if any(loc[: len(entry["loc"])] == entry["loc"] != loc for loc in told)]
+        lines = [_explain(config_type, entry, prefix) for entry in wrong if entry not in inside]
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
@@ -191,7 +195,8 @@ def _explain(config_type: type[BaseModel], entry: Any, prefix: str) -> str:
         if entry["type"] == "value_error":  # what a validator of ours says, behind pydantic's "Value error, "
             message = str(entry["ctx"]["error"])
         else:
-            message = entry["msg"][:1].lower() + entry["msg"][1:].replace("a valid tuple", "a list")  # as TOML calls it
+            message = entry["msg"][:1].lower() + entry["msg"][1:].replace("a valid tuple", "a list")
+            message = re.sub("^tuple ", "list ", message)  # as TOML calls it
         if not where:  # of all values together, which nobody wants to read again
             return message
         return f"{where}: {message}" + ("" if entry["type"] == "missing" else f" (got {_short(entry['input'])})")

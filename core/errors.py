@@ -84,4 +84,6 @@ def no_json(error: BaseException) -> str:
     better."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return not_utf8(error)
     return first_line(error)

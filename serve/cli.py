@@ -62,7 +62,7 @@ def generate(
 
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling |= {"stop": stop or [], **({} if seed is None else {"seed": seed})}
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removeprefix("\ufeff") if prompt == "-" else prompt
     if (samples > 0) != (out is not None):
         raise ConfigError("--samples and --out belong together: how many texts, and the folder for them")
     config = engine_config(kv_dtype, device, speculate, overrides, adapter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from penjing.core.checkpoint.named import INDEX, WEIGHTS, check_has_weights
 from penjing.core.checkpoint.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from penjing.core.errors import InputError
-from penjing.core.family import SEEING, check_folder
+from penjing.core.family import FAMILIES, SEEING, FamilyName, check_folder, family_of
 from penjing.core.files import atomic_write_text
 from penjing.core.manifest import MANIFEST_NAME, Manifest, check_inside, read_json_object, read_manifest
 from penjing.core.models.config import DecoderConfig
@@ -49,6 +50,7 @@ class Checkpoint:
     ) -> None:
         self.folder = folder
         check_folder(folder)
+        _check_family(folder)
         check_has_weights(folder, "AutoModelForCausalLM")
         self.config_json = read_json_object(folder / "config.json")
         self._within: Names | None = None  # of a decoder that sees, the decoder is opened
@@ -175,6 +177,15 @@ class Checkpoint:
             except (SafetensorError, OSError, ValueError) as error:
                 raise InputError(f"{path} is not a complete safetensors file ({error}); get it again") from error
         return self._readers[file_name]
+
+
+def _check_family(folder: Path) -> None:
+    """Refuse a network of another family as what it is; what is of none at all is told by what it lacks."""
+    family: FamilyName = "decoder"
+    with suppress(InputError):
+        family = family_of(folder)
+    if family in FAMILIES and family not in ("decoder", "vision_language"):
+        raise InputError(f"{folder} holds {FAMILIES[family]}, as its config.json says, and a decoder is needed")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

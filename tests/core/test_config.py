@@ -133,6 +133,20 @@ def test_a_recipe_saved_on_windows_is_read(recipe):
     assert load_recipe(Recipe, recipe) == wanted
 
 
+def test_a_list_is_not_too_short_for_want_of_wrong_entries():
+    class Entry(Config):
+        count: Annotated[int, Field(ge=1)]
+
+    class Many(Config):
+        pools: Annotated[tuple[Entry, ...], Field(min_length=1)]
+
+    with pytest.raises(ConfigError) as caught:
+        parse_config(Many, {"pools": [{"count": -1}]}, "c.toml")
+    assert str(caught.value) == "c.toml: pools.0.count: input should be greater than or equal to 1 (got -1)"
+    with pytest.raises(ConfigError, match=r"^c.toml: pools: list should have at least 1 item after validation, not 0"):
+        parse_config(Many, {"pools": []}, "c.toml")
+
+
 @pytest.mark.parametrize("output", ["", ".", "/", "a\0b"])
 def test_a_folder_to_make_needs_a_name(output):
     class Making(Config):

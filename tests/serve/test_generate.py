@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,17 @@ def test_generate_streams_to_the_terminal(tiny_checkpoint: Path, capsys: pytest.
     shown = capsys.readouterr()
     assert shown.out == expected + "\n"
     assert "12 new tokens" in shown.err or "ended by stop" in shown.err
+
+
+def test_a_prompt_from_a_pipe_may_begin_with_a_byte_order_mark(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for text in ("in the", "\ufeffin the"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert _run(["generate", str(tiny_checkpoint), "-", "--max-tokens", "4", "--temperature", "0"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
 
 
 def test_the_commands_guess_tokens_on_demand_and_none_changes(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, not_utf8
 from penjing.core.text.chat import TEMPLATE_FILE, ChatTemplate
 from penjing.core.text.records import field_names
 from penjing.core.text.tokenizer import Tokenizer
@@ -71,9 +71,11 @@ class ChatTokens:
         found = ChatTemplate.from_folder(folder)
         if template is not None:
             try:
-                text = template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{setting}: {template} cannot be read: {error}") from None
+                text = template.read_text(encoding="utf-8-sig")  # a byte order mark would stand in every conversation
+            except OSError as error:
+                raise ConfigError(f"{setting}: {template} cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{setting}: {template} cannot be read: {not_utf8(error)}") from None
             found = ChatTemplate(text, str(template), {} if found is None else found.special_tokens)
         return ChatTokens(Tokenizer.from_folder(folder), found, learn, setting)
 

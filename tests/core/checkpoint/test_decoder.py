@@ -101,6 +101,19 @@ def test_pickled_weights_are_refused_with_the_next_step(folder: Path) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "bert"}, "holds a text encoder, as its"),
+        ({"task": "classification"}, "holds an image classifier"),
+    ],
+)
+def test_a_network_of_another_family_is_told_as_what_it_is(tmp_path: Path, config: dict[str, str], says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=says):
+        open_checkpoint(tmp_path)
+
+
 def test_folders_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist; check the path: 'penjing import"):
         open_checkpoint(tmp_path / "none")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from penjing.core.errors import InputError, RequestError
+from penjing.core.errors import ConfigError, InputError, RequestError
 from penjing.core.progress import Silent
 from penjing.core.text.chat import ChatTemplate
 from penjing.train.chat.packed import pack_rows
@@ -143,6 +143,24 @@ def test_pairs_share_their_prompt(chat: ChatTokens) -> None:
         assert pair.margin == 2.0
     plain = chat.pair({"prompt": "a", "chosen": "b", "rejected": "c"})
     assert chat.tokenizer.decode(plain.chosen, skip_special=False) == "b<|im_end|>"
+
+
+def test_a_template_that_an_editor_of_windows_saved(chat: ChatTokens, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(CHATML, encoding="utf-8-sig")
+    row = {"messages": turns("a", "b")}
+    marked = ChatTokens.from_folder(tiny_checkpoint, tmp_path / "mine.jinja").masked(row)
+    assert marked.ids.tolist() == chat.masked(row).ids.tolist()
+    (tmp_path / "mine.jinja").write_text(CHATML, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"data.template: .*mine.jinja cannot be read: it is UTF-16; convert it"):
+        ChatTokens.from_folder(tiny_checkpoint, tmp_path / "mine.jinja")
+    with pytest.raises(ConfigError, match=r"none.jinja cannot be read: No such file or directory$"):
+        ChatTokens.from_folder(tiny_checkpoint, tmp_path / "none.jinja")
+
+
+def test_rows_in_another_encoding_are_told_as_such(chat: ChatTokens, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns("a", "b")}), encoding="utf-16")
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: it is no JSON \(it is UTF-16; convert it, for example by"):
+        take_rows([str(tmp_path / "a.jsonl")], chat.masked, 0.1, Silent())
 
 
 def write(path: Path, rows: list[Any]) -> list[str]:
