@@ -10,7 +10,7 @@ from penjing.compress.decoder_onnx.graph import write_decoder_onnx
 from penjing.compress.decoder_onnx.runtime import read_layers
 from penjing.compress.export import compressed_tensors
 from penjing.compress.export import gate as decoder_gate
-from penjing.compress.export.floating import FLOATING, export_floating
+from penjing.compress.export.floating import BLIND, FLOATING, export_floating
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, publish_file, source_of, write_record
 from penjing.compress.export.weights_only import ZERO_POINTS, write_weights_only
 from penjing.compress.gguf.architecture import context_length, written_as
@@ -27,7 +27,6 @@ from penjing.core.progress import Progress
 from penjing.core.runtime.schemes import INT8_FORMAT, has_int8_embedding, has_steps, offset_group
 
 WEIGHTS_ONLY: Form = "compressed-tensors-weights"
-BLIND = "the decoder alone, which reads text: what it sees with stays in the artifact, which penjing serves"
 FOLDERS: tuple[Form, ...] = ("onnx", "compressed-tensors", WEIGHTS_ONLY, FLOATING)
 EXACT_EVERYWHERE: TargetName = "onnxruntime-avx2"  # the default: right with any session options, any processor
 

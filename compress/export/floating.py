@@ -16,12 +16,14 @@ from penjing.compress.export import compressed_tensors, gate
 from penjing.compress.export.record import RECORD_FILE, ExportRecord, Form, source_of, write_record
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
 from penjing.core.errors import InputError
+from penjing.core.family import sees
 from penjing.core.files import publish_folder
 from penjing.core.manifest import verify
 from penjing.core.progress import Progress
 from penjing.core.published.save import save_published
 
 FLOATING: Form = "transformers"
+BLIND = "the decoder alone, which reads text: what it sees with stays where it is, and penjing serves both"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -46,7 +48,8 @@ def export_floating(folder: Path, out: Path, force: bool, progress: Progress) ->
             tokenizer_from=folder,
             dtype=_dtype(checkpoint),
         )
-        record = _measured(ExportRecord(form=FLOATING, **source_of(folder)), checkpoint, partial, progress)
+        record = ExportRecord(form=FLOATING, **source_of(folder), notes=(BLIND,) if sees(folder) else ())
+        record = _measured(record, checkpoint, partial, progress)
         write_record(partial / RECORD_FILE, record)
     return record
 

@@ -24,7 +24,7 @@ from penjing.core.checkpoint.sight import load_sight
 from penjing.core.checkpoint.vision_language import load_vision_language, vision_language_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.family import family_of
-from penjing.core.manifest import verify
+from penjing.core.manifest import verify, write_manifest
 from penjing.core.progress import Silent
 from penjing.core.vision.sight import pictures_of
 from penjing.serve.engine.config import EngineConfig
@@ -91,9 +91,19 @@ def test_rows_behind_those_that_are_wanted_are_not_read(folder: Path, tmp_path: 
 @pytest.mark.parametrize("form", ["onnx", "gguf", "compressed-tensors"])
 def test_floats_are_told_how_they_are_exported(folder: Path, tmp_path: Path, form: Any) -> None:
     """In INT8 its decoder is written as these."""
-    with pytest.raises(InputError, match="is not an artifact; 'penjing compress' makes one from a checkpoint"):
+    with pytest.raises(InputError, match="is for artifacts, which 'penjing compress' makes; export --to transformers"):
         export_artifact(folder, form, tmp_path / "out", force=False, progress=Silent())
     assert not (tmp_path / "out").exists()
+
+
+def test_its_decoder_alone_is_written_in_floats(folder: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    write_seeing(ours, tied=True)
+    write_manifest(ours, "checkpoint", {"command": "tests"})
+    record = export_artifact(ours, "transformers", tmp_path / "out", force=False, progress=Silent())
+    assert "the decoder alone, which reads text" in record.notes[0]
+    assert record.differences[0].mean < 1e-5
+    assert family_of(tmp_path / "out") == "decoder"
 
 
 CHANGES = {"smooth_norm": 0.0, "smooth_down": 0.0, "smooth_output": 0.0}
