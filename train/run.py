@@ -163,7 +163,7 @@ class _Run:
     ) -> dict[str, float]:
         recipe, world = self.recipe, self.world
         checkpoints = self._checkpoints("checkpoints", recipe.checkpoint.keep)
-        if world.is_main and force and resume == "never":
+        if world.is_main and force and resume == "never" and recipe.run_folder.exists():
             empty(recipe.run_folder)
         world.barrier()
         world.at("reading the checkpoint to resume from")
