@@ -37,7 +37,7 @@ from penjing.compress.distill.training import (
 )
 from penjing.compress.quantize.bits import FLOAT_BITS, STORED_BITS, kept_by_budget
 from penjing.compress.samples.data import DataSettings, check_window, token_samples
-from penjing.core.artifact.lora import ORIGINALS, base_hash
+from penjing.core.artifact.lora import MOVED, ORIGINALS, base_hash
 from penjing.core.artifact.parity import write_parity
 from penjing.core.artifact.transform import FILE
 from penjing.core.checkpoint.decoder import open_checkpoint, save_checkpoint
@@ -180,7 +180,8 @@ def quantize(
     parity = measure(partial, progress)
     write_parity(partial, parity)
     originals = sorted({base_hash(folder) for folder in {source, model}})
-    write_manifest(partial, "artifact", created_by, {ORIGINALS: originals})
+    moved = read_manifest(source).extra.get(MOVED) if (source / MANIFEST_NAME).exists() else None
+    write_manifest(partial, "artifact", created_by, {ORIGINALS: originals} | ({MOVED: moved} if moved else {}))
     config = open_checkpoint(source).config
     quantized = {
         "target": TARGET,

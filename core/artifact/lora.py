@@ -32,6 +32,8 @@ BASE = "penjing_base"
 """A key of the settings that PEFT passes over: the hash of the base's weights."""
 ORIGINALS = "originals"
 """A key of an artifact's manifest: such hashes of the checkpoints that it was made of."""
+MOVED = "moved"
+"""A key of a manifest: linear layers whose rows or factors an import changed, so that adapters of before do not fit."""
 PICKLED = "adapter_model.bin"
 MAX_RANK = 1024
 _MOVES = ("rotate", "smooth_norm", "smooth_down", "smooth_output")  # of a recipe's transform: inputs and outputs
@@ -110,6 +112,7 @@ class AdapterFolder:
         self._transforms: LayerTransforms | None = None
         if BASE in settings and settings[BASE] == base_hash(base.folder):
             return
+        self._check_moved(settings, base)
         self._transforms = read_transforms(base.folder, base.config)
         originals = [] if base.manifest is None else base.manifest.extra.get(ORIGINALS, [])
         if BASE in settings and settings[BASE] not in originals and (originals or base.quantization is None):
@@ -144,6 +147,16 @@ class AdapterFolder:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self._said}: {TENSORS} cannot be read ({error}); get the adapter again") from error
         return pairs
+
+    def _check_moved(self, settings: dict[str, Any], base: Checkpoint) -> None:
+        moved = [] if base.manifest is None or BASE in settings else base.manifest.extra.get(MOVED, [])
+        found = sorted({name for name in moved for layer in self.ranks if layer.endswith(f".{name}")})
+        if found:
+            raise ConfigError(
+                f"{self._said} was not trained beside what penjing imported, where {', '.join(found)} have another "
+                "order or other factors than in the published folder. Merge it into that folder (PEFT's "
+                "merge_and_unload) and import that, or train it with penjing"
+            )
 
     def _check_transforms(self, folder: Path) -> None:
         try:

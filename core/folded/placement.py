@@ -12,6 +12,7 @@ from torch import Tensor
 from penjing.core.errors import InputError
 from penjing.core.folded.fold import Fold
 from penjing.core.models.rope import yarn_magnitudes
+from penjing.core.models.tensor_names import tensor_shapes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
@@ -186,6 +187,19 @@ class Placement:
         if number != 1.0:
             factor = torch.full((1,), number, dtype=torch.float64) if factor is None else factor * number
         return order, factor
+
+    def moved(self) -> list[str]:
+        """Linear layers, by their names in a layer, whose inputs or outputs are others than where they are stored."""
+        found = set[str]()
+        for name in tensor_shapes(self.config):
+            layer, leaf = split_name(name)
+            module = leaf.removesuffix(".weight")
+            if layer is None or not leaf.endswith("_proj.weight"):
+                continue
+            centred = self.fold.centred and ("shift" in self.fold.stored or module.endswith(WRITERS))
+            if centred or self.missing(name) is not None or self.arranged(name) != (None, None):
+                found.add(module)
+        return sorted(found)
 
     def _order_of(self, layer: int | None) -> Tensor | None:
         """Of the heads of a layer; see `_rotary_order`."""

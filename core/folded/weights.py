@@ -33,6 +33,10 @@ class FoldedCheckpoint(Checkpoint):
         self._fold: Fold = fold_from_hf(values, source)
         return self._fold.config
 
+    def moved(self) -> list[str]:
+        """See `Placement`."""
+        return self._placement.moved()
+
     def _name_in_model(self, stored: str) -> str:
         return stored  # `Fold` has their names
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from penjing.core.artifact.lora import MOVED
 from penjing.core.checkpoint.decoder import Checkpoint, copy_tokenizer, save_checkpoint
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import ConfigError, InputError
@@ -138,13 +139,14 @@ def import_model(
             kept = model.kept(dequantize, activations)
         elif keep_integers and isinstance(model, _GgufSource):
             kept = KeptBlocks(model.file, dtype, activations or 8)
+        extra = {MOVED: model.moved()} if isinstance(model, _FolderSource) and model.moved() else None
         if kept is not None and kept.reason is None:
             total = _save_kept(partial, config, kept, progress)
-            write_manifest(partial, "artifact", created_by)
+            write_manifest(partial, "artifact", created_by, extra)
         else:
             converted = _converted(model, config, DTYPES[dtype], source, progress)
             total = save_checkpoint(partial, config, converted, dtype=dtype)
-            write_manifest(partial, "checkpoint", created_by)
+            write_manifest(partial, "checkpoint", created_by, extra)
     if isinstance(kept, KeptBlocks):
         progress.note(kept.said())
     elif isinstance(model, _FolderSource) and model.foreign is not None:
@@ -309,6 +311,10 @@ class _FolderSource:
     def kept(self, dequantize: bool, activations: ActivationBits | None) -> Kept | None:
         """What becomes of the folder's integers; None: it has none, or floating weights are wanted."""
         return None if self.foreign is None or dequantize else Kept(self.foreign, activations)
+
+    def moved(self) -> list[str]:
+        """Linear layers beside which an adapter of the folder is none of the network."""
+        return self._checkpoint.moved() if isinstance(self._checkpoint, FoldedCheckpoint) else []
 
     def identity(self) -> dict[str, Any]:
         return _folder_identity(self._folder, self._folder.resolve().name)
