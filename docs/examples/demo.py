@@ -1,8 +1,8 @@
 """The main job, end to end: a real checkpoint → INT8 → a real Triton server → streamed tokens.
 
 Imports SmolLM2-135M-Instruct, compresses it, serves the artifact, streams answers to three prompts (one cancelled
-halfway), measures the server and the engine in turns, drains and stops. Writes
-build/demo/summary.json. Steps whose result is there are kept, and say so.
+halfway), measures the server and the engine in turns, drains and stops. Writes build/demo/summary.json. Steps whose
+result is there are kept, and say so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ console = Console(highlight=False)
 
 
 def main() -> int:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     began = time.monotonic()
     with progress_bar() as progress:
         import_model(SOURCE, CHECKPOINT, progress=progress)
