@@ -30,6 +30,18 @@ class Manifest(Config):
     sha256: dict[str, str] = Field(min_length=1, description="Hash of each file by name.")
     extra: dict[str, Any] = Field(default_factory=dict, description="What else its maker states.")
 
+    def listed(self, name: str) -> list[str]:
+        """The texts that `extra` has under `name`; none where it has nothing.
+
+        Raises:
+            InputError: it has something else there.
+        """
+        found = self.extra.get(name, [])
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            said = f"{name} must be a list of texts (got {found!r:.60})"
+            raise InputError(f"{MANIFEST_NAME}: {said}; make the folder again")
+        return found
+
 
 def write_manifest(
     folder: Path, kind: Kind, created_by: dict[str, Any], extra: dict[str, Any] | None = None

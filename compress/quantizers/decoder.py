@@ -180,7 +180,7 @@ def quantize(
     parity = measure(partial, progress)
     write_parity(partial, parity)
     originals = sorted({base_hash(folder) for folder in {source, model}})
-    moved = read_manifest(source).extra.get(MOVED) if (source / MANIFEST_NAME).exists() else None
+    moved = read_manifest(source).listed(MOVED) if (source / MANIFEST_NAME).exists() else []
     write_manifest(partial, "artifact", created_by, {ORIGINALS: originals} | ({MOVED: moved} if moved else {}))
     config = open_checkpoint(source).config
     quantized = {

@@ -114,7 +114,7 @@ class AdapterFolder:
             return
         self._check_moved(settings, base)
         self._transforms = read_transforms(base.folder, base.config)
-        originals = [] if base.manifest is None else base.manifest.extra.get(ORIGINALS, [])
+        originals = [] if base.manifest is None else base.manifest.listed(ORIGINALS)
         if BASE in settings and settings[BASE] not in originals and (originals or base.quantization is None):
             raise ConfigError(
                 f"{self._said} was trained beside {settings.get('base_model_name_or_path')}, and {base.folder} has "
@@ -149,7 +149,7 @@ class AdapterFolder:
         return pairs
 
     def _check_moved(self, settings: dict[str, Any], base: Checkpoint) -> None:
-        moved = [] if base.manifest is None or BASE in settings else base.manifest.extra.get(MOVED, [])
+        moved = [] if base.manifest is None or BASE in settings else base.manifest.listed(MOVED)
         found = sorted({name for name in moved for layer in self.ranks if layer.endswith(f".{name}")})
         if found:
             raise ConfigError(

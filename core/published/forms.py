@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from penjing.core.errors import InputError
 from penjing.core.folded.families import fold_from_hf
-from penjing.core.folded.fold import Fold
+from penjing.core.folded.fold import Fold, of_known_type
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.hf_config import (
     FOLDED,
     NATIVE,
-    SUPPORTED_MODEL_TYPES,
     decoder_config_to_hf,
 )
 from penjing.core.published.experts import EXPERT_FORMS
@@ -45,11 +44,9 @@ def published(config: DecoderConfig, source: str) -> Published:
     Raises:
         InputError: no type of folder holds such a network; `source` names it.
     """
-    kinds = SUPPORTED_MODEL_TYPES if config.model_type == NATIVE and not config.departures() else (config.model_type,)
-    for kind in kinds:
-        candidate = config.model_copy(update={"model_type": kind})
-        if kind != NATIVE and _is_expressible(candidate):
-            return Published(decoder_config_to_hf(candidate), Fold(candidate))
+    known = of_known_type(config) if config.model_type == NATIVE else config
+    if known.model_type != NATIVE:
+        return Published(decoder_config_to_hf(known), Fold(known))
     for kind, spell in FORMS.items():
         values = common(config) | {"model_type": kind, "architectures": [FOLDED[kind]]} | spell(config)
         try:
@@ -63,14 +60,6 @@ def published(config: DecoderConfig, source: str) -> Published:
         f"{source} has {what}: no type of network that transformers reads has all of it; serve it with penjing, or "
         "prune with uniform widths"
     )
-
-
-def _is_expressible(config: DecoderConfig) -> bool:
-    try:
-        decoder_config_to_hf(config)
-    except InputError:
-        return False
-    return True
 
 
 def _gemma(config: DecoderConfig) -> Values:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penjing.compress.run import run_recipe
 from penjing.core.artifact.lora import BASE, AdapterFolder, base_hash
 from penjing.core.checkpoint.decoder import open_checkpoint
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.imports.importer import import_model
+from penjing.core.manifest import write_manifest
 from tests.compress.conftest import write_recipe
 from tests.core.artifact.adapters import adapter_tensors, write_adapter
 from tests.core.folded.test_families import CASES, save
@@ -44,6 +47,18 @@ def test_what_an_import_moved_is_kept_and_told(case: str, tmp_path: Path, tiny_c
         AdapterFolder("whole", whole, checkpoint)
     still = {name: each for name, each in tensors.items() if not any(f".{leaf}." in name for leaf in MOVED[case])}
     AdapterFolder("still", write_adapter(tmp_path / "still", still, 4), checkpoint)
+
+
+@pytest.mark.parametrize("extra", [3, None, "self_attn.q_proj", [3], {"self_attn.q_proj": 1}])
+@pytest.mark.parametrize("key", ["moved", "originals"])
+def test_a_manifest_that_lists_no_texts_is_refused(key: str, extra: Any, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_checkpoint, base)
+    write_manifest(base, "checkpoint", {"command": "tests"}, {key: extra})
+    settings = {BASE: "another"} if key == "originals" else {}
+    folder = write_adapter(tmp_path / "adapter", adapter_tensors(base, 4), 4, **settings)
+    with pytest.raises(InputError, match=f"penjing.json: {key} must be a list of texts"):
+        AdapterFolder("adapter", folder, open_checkpoint(base))
 
 
 def test_an_artifact_of_it_refuses_alike_and_what_penjing_trained_is_taken(
