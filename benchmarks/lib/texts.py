@@ -152,6 +152,18 @@ def _spanish(folder: Path) -> str:
     return _fortunes(folder, "es/ciencia.fortunes", "es/filosofia.fortunes", "es/proverbios.fortunes")
 
 
+def _italian(folder: Path) -> str:
+    return _fortunes(folder, "it/italia")
+
+
+def _portuguese(folder: Path) -> str:
+    return _fortunes(folder, "brasil")
+
+
+def _czech(folder: Path) -> str:
+    return _fortunes(folder, "cs/klasik-cz")
+
+
 def _fortunes(folder: Path, *names: str) -> str:
     files = [folder / "usr/share/games/fortunes" / name for name in names]
     return "\n\n".join(file.read_text(encoding="utf-8").replace("\n%\n", "\n\n") for file in files)
@@ -173,5 +185,8 @@ SOURCES = {
 LATER = {  # measured once, after all rules were settled
     "german": Source(Debian("fortunes-de"), _german),
     "spanish": Source(Debian("fortunes-es"), _spanish),
+    "italian": Source(Debian("fortunes-it"), _italian),
+    "portuguese": Source(Debian("fortunes-br"), _portuguese),
+    "czech": Source(Debian("fortunes-cs"), _czech),
 }
 UNSEEN = tuple(name for name in (*SOURCES, *LATER) if name != "scripture")
