@@ -33,7 +33,9 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
         if isinstance(data.micro_batch, int):
             Cut(data.batch_size, shares, data.micro_batch).check()
         if recipe.parallel.pp > 1:
-            _check_schedule(recipe, shares)
+            size = data.micro_batch or recipe.parallel.default_micro_batch(data.batch_size // shares)
+            assert isinstance(size, int), "check_recipe refuses auto"
+            check_schedule(recipe, Cut(data.batch_size, shares, size))
         if recipe.parallel.shares == "auto" and shares > 1:
             _check_granularity(recipe, shares)
 
@@ -79,16 +81,15 @@ def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
     return recipe.model_copy(update={"steps": recipe.num_steps(samples)})
 
 
-def _check_schedule(recipe: RunRecipe, shares: int) -> None:
+def check_schedule(recipe: RunRecipe, cut: Cut) -> None:
     """Refuse a number of micro-batches that the pipeline's schedule cannot run, or that does not make a step.
 
     Raises:
         ConfigError: gives the schedule's reason, or the numbers that make one.
     """
-    data, parallel = recipe.data, recipe.parallel
-    size = data.micro_batch or parallel.default_micro_batch(data.batch_size // shares)
-    assert isinstance(size, int), "check_recipe refuses auto"
-    whole = Cut(data.batch_size, shares, size).accumulation
+    parallel, size, whole = recipe.parallel, cut.micro_batch, cut.accumulation
+    if parallel.pp == 1:
+        return
     num = parallel.micro_batches or whole
     if whole % num:
         fitting = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)
