@@ -23,7 +23,7 @@ from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.errors import ConfigError, InputError, first_line
 from penjing.core.family import FAMILIES, family_of, table_of
 from penjing.core.models.encoder_config import EncoderConfig
-from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
+from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens, as_texts
 from penjing.core.vision.embedder import Embedder
 from penjing.graphs import Network, QuantizedNetwork
 
@@ -75,9 +75,9 @@ class TextEncoder:
         """Texts → (texts, hidden) float32 embeddings of length 1, in order; a single text gives one row.
 
         Raises:
-            InputError: there is no text.
+            InputError: there is no text, or something else among them.
         """
-        return self._embed([texts] if isinstance(texts, str) else list(texts))
+        return self._embed(as_texts(texts))
 
 
 @dataclass(frozen=True)

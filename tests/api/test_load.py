@@ -42,6 +42,10 @@ def test_an_encoder(encoder: Path) -> None:
     assert vectors.shape == (3, network.config.hidden_size)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert np.allclose(network("it"), vectors[2:], atol=1e-5)
+    with pytest.raises(penjing.InputError, match="text 1 is int; give a str"):
+        network(["a", 3])  # type: ignore[list-item]
+    with pytest.raises(penjing.InputError, match="text 0 is NoneType; give a str"):
+        network(None)  # type: ignore[arg-type]
 
 
 def test_refusals(classifier: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
