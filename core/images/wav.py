@@ -15,6 +15,27 @@ _OTHERS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x31: "GSM", 0x50
 _UNKNOWN = 0xFFFFFFFF  # the size that a program writes which does not know it yet, as into a pipe
 
 
+def chunks(data: bytes) -> dict[bytes, bytes]:
+    """What a WAV file holds: name → content, up to the samples.
+
+    Raises:
+        InputError: it is none, or ends inside one of them.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        raise InputError("it is no WAV file of plain numbers: those begin with RIFF and WAVE")
+    found: dict[bytes, bytes] = {}
+    at = 12
+    while at + 8 <= len(data) and b"data" not in found:
+        name, size = struct.unpack("<4sI", data[at : at + 8])
+        at += 8
+        there = len(data) - at
+        if size > there and not (name == b"data" and size == _UNKNOWN):
+            raise InputError(f"it is a broken WAV file: it ends after {there:,} of {size:,} bytes; get it again")
+        found.setdefault(name, data[at : at + size])
+        at += size + size % 2
+    return found
+
+
 def read_wav(data: bytes, most: int) -> tuple[NDArray[np.float64], int]:
     """(samples from -1 to 1, of all channels the mean; how many a second).
 
@@ -24,9 +45,7 @@ def read_wav(data: bytes, most: int) -> tuple[NDArray[np.float64], int]:
     Raises:
         InputError: no such file, or a broken, empty, compressed or too long one.
     """
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        raise InputError("it is no WAV file of plain numbers: those begin with RIFF and WAVE")
-    found = _chunks(data)
+    found = chunks(data)
     header = found.get(b"fmt ", b"")
     if len(header) < 16 or b"data" not in found:
         raise InputError("it is a broken WAV file: its header or its samples are missing")
@@ -51,25 +70,6 @@ def read_wav(data: bytes, most: int) -> tuple[NDArray[np.float64], int]:
     if not np.isfinite(values).all():
         raise InputError("it is a WAV file with samples that are NaN or infinite")
     return values.reshape(-1, channels).mean(1), rate
-
-
-def _chunks(data: bytes) -> dict[bytes, bytes]:
-    """Name → content, up to the samples.
-
-    Raises:
-        InputError: the file ends inside one.
-    """
-    found: dict[bytes, bytes] = {}
-    at = 12
-    while at + 8 <= len(data) and b"data" not in found:
-        name, size = struct.unpack("<4sI", data[at : at + 8])
-        at += 8
-        there = len(data) - at
-        if size > there and not (name == b"data" and size == _UNKNOWN):
-            raise InputError(f"it is a broken WAV file: it ends after {there:,} of {size:,} bytes; get it again")
-        found.setdefault(name, data[at : at + size])
-        at += size + size % 2
-    return found
 
 
 def _numbers(raw: bytes, size: int, *, is_float: bool) -> NDArray[np.float64]:
