@@ -40,6 +40,25 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
             _check_granularity(recipe, shares)
 
 
+def check_output(recipe: RunRecipe, *, is_new: bool, force: bool) -> None:
+    """Refuse an output that is there, unless the run goes on or may replace it, and one that is none.
+
+    Raises:
+        InputError: see `claimed_output`.
+    """
+    if is_new and not force:
+        if (recipe.output / MANIFEST_NAME).exists():
+            raise InputError(
+                f"output {recipe.output} already exists; replace it with --force, or choose another output"
+            )
+        if any((recipe.run_folder / "checkpoints").glob("step-*")):
+            raise InputError(
+                f"{recipe.run_folder} holds checkpoints of an earlier run; "
+                "go on with --resume auto, or start again with --force"
+            )
+    check_replaceable(recipe.output, True, MANIFEST_NAME)  # not after the last step
+
+
 @contextmanager
 def claimed_output(recipe: RunRecipe, resume: str, force: bool, is_main: bool) -> Iterator[None]:
     """Refuse to write over a checkpoint or a run, unless `force`, and over anything that is neither; the run folder
@@ -52,17 +71,7 @@ def claimed_output(recipe: RunRecipe, resume: str, force: bool, is_main: bool) -
         InputError: there is one, or the output is a file, lies in one, or is a folder that penjing did not make.
         SetupError: another run trains there.
     """
-    if resume == "never" and not force:
-        if (recipe.output / MANIFEST_NAME).exists():
-            raise InputError(
-                f"output {recipe.output} already exists; replace it with --force, or choose another output"
-            )
-        if any((recipe.run_folder / "checkpoints").glob("step-*")):
-            raise InputError(
-                f"{recipe.run_folder} holds checkpoints of an earlier run; "
-                "go on with --resume auto, or start again with --force"
-            )
-    check_replaceable(recipe.output, True, MANIFEST_NAME)  # not after the last step
+    check_output(recipe, is_new=resume == "never", force=force)
     with alone_in(recipe.run_folder) if is_main else nullcontext():
         yield
 

@@ -13,6 +13,7 @@ from penjing.core.cluster.start import room_for_process
 from penjing.core.errors import ConfigError
 from penjing.core.memory import available_bytes
 from penjing.train.batch_size import check_shares
+from penjing.train.checks import check_output
 from penjing.train.plan.preflight import check_recipe, check_run
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.recipe.recipe import parse_size
@@ -32,6 +33,7 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
     Raises:
         ConfigError: not even one process, or more than fit into memory or can share the batch, this is one of
             torchrun's already, the recipe wants another number, or one would need more than its memory.limit.
+        InputError: its output is there already.
         SetupError: the machine has no room for another process.
     """
     if num_processes < 1:
@@ -46,6 +48,7 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
             f"--launch {num_processes}: so many processes do not fit into this machine's free memory; it has room for "
             f"{fitting}, of {PROCESS >> 20} MiB each before they train anything"
         )
+    check_output(asked, is_new="--resume" not in flags, force="--force" in flags)
     if "--resume" not in flags:  # a run that goes on shares its batch anew
         check_shares(asked.data.batch_size, asked.parallel.data_size(num_processes), num_processes)
     if asked.memory.limit and "--resume" not in flags:  # else each process finds out what is free, or how to go on

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penjing.core import cli
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.train.launch import launch as launching
 from penjing.train.launch.launch import launch
 
@@ -72,3 +72,14 @@ def test_no_more_processes_are_started_than_fit_into_memory(
         assert cli._run(given) == ConfigError.exit_code
         said = "error: --launch 2000: so many processes do not fit into this machine's free memory; it has room for 5"
         assert capsys.readouterr().err.startswith(said)
+
+
+def test_an_output_that_is_there_is_told_once_and_before_processes_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "penjing.json").write_text("{}")
+    monkeypatch.setattr(subprocess, "Popen", None)
+    given = ["train", str(RECIPES / "decoder-tiny.toml"), "--launch", "2", "--set", f"output={tmp_path}/out"]
+    assert cli._run(given) == InputError.exit_code
+    assert capsys.readouterr().err.startswith(f"error: output {tmp_path}/out already exists; replace it with --force")
