@@ -77,8 +77,9 @@ def check_folder(folder: Path) -> None:
     if not folder.exists():
         raise InputError(f"{folder} does not exist; {_how_made(folder)}")
     if not folder.is_dir():
+        source = f"{folder}:FUNCTION" if folder.suffix == ".py" else str(folder)
         raise InputError(
-            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
+            f"{folder} is a file, not a model folder; 'penjing import {source} FOLDER' makes one of .gguf, .onnx, .py"
         )
 
 

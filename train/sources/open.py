@@ -17,7 +17,6 @@ from penjing.train.sources.tar import read_tar
 from penjing.train.sources.tensors import call_function, read_arrays
 
 TABLES = (".parquet", ".arrow", ".jsonl", ".ndjson")
-SETTINGS = "data.source (or data.images, evaluate.source)"  # that name samples; which of them did is not known here
 ARRAYS = (".npz", ".npy", ".safetensors")
 
 
@@ -46,7 +45,7 @@ def open_source(settings: SourceSettings) -> Source:
         names = [str(found.relative_to(path)) for found in files]
         return join([_file(found, settings) for found in files], text, names)
     if not there:
-        raise InputError(f"{text} does not exist; {SETTINGS} names a folder or file with samples")
+        raise InputError(f"{text} does not exist; name a folder or file with samples")
     return _file(path, settings)
 
 
@@ -81,4 +80,4 @@ def _file(path: Path, settings: SourceSettings) -> Source:
     if suffix in ARRAYS:
         return read_arrays(path, settings.labels)
     kinds = ", ".join((*TABLES, *TARS, *ARRAYS))
-    raise InputError(f"{path} is no folder and no {kinds} file; {SETTINGS} names one of these, or FILE.py:FUNCTION")
+    raise InputError(f"{path} is no folder and no {kinds} file; give one of these or FILE.py:FUNCTION")
