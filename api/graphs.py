@@ -18,7 +18,7 @@ from penjing.batches import Data, check_inputs, gathered, lesson
 from penjing.core.artifact.base import MODEL_FILE, REPORT_FILE
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
 from penjing.core.checkpoint.graph import load_network, parameters_of, save_graph
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, PenjingError
 from penjing.core.files import atomic_write_bytes, publish_folder
 from penjing.core.graph import network as graph
 from penjing.core.graph.config import GraphConfig, Meaning, Pixels
@@ -26,6 +26,7 @@ from penjing.core.progress import Progress
 
 RATE = 3e-4
 """Peak of a distill's learning rate: that of recipes/graph-int8.toml, for a network that has learnt already."""
+SAMPLES_FILE = "samples.safetensors"
 UNGUARDED = {"accuracy_points": 100.0, "similarity_loss": 2.0, "retries": 0}
 """A step by itself may cost what it likes: the caller heals the network, or looks at `report`."""
 
@@ -285,9 +286,14 @@ class Network:
         }
         values["guard"] = UNGUARDED | given.get("guard", {})
         if data is not None:
-            source = self._source(data, scratch / "samples.safetensors")
+            source = self._source(data, scratch / SAMPLES_FILE)
             values["data"] = {"source": source, **given.get("data", {})}
-        made = run_recipe(values, progress=progress, command=f"penjing.Network.{step['kind']}")
+        try:
+            made = run_recipe(values, progress=progress, command=f"penjing.Network.{step['kind']}")
+        except PenjingError as error:  # of files that the caller does not know
+            said = str(error).replace(str(scratch / SAMPLES_FILE), "data").replace(values["model"], "the network")
+            error.args = (said, *error.args[1:])
+            raise
         return made, summary_line(read_report(made))
 
     def _source(self, data: Data, path: Path) -> str:

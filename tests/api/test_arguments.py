@@ -85,3 +85,10 @@ def test_numbers_of_numpy_say_how_large_a_batch_is() -> None:
     student = network()
     student.distill(network(), data=[torch.randn(32, 6)], batch_size=np.int64(16), epochs=np.float32(1))  # type: ignore[arg-type]
     assert "2 updates of 16 from 32 samples" in student.report()
+
+
+def test_what_a_step_refuses_is_told_without_files_that_nobody_knows() -> None:
+    with pytest.raises(penjing.InputError, match=r"^data holds values for x that are no numbers"):
+        network().quantize(data=[torch.full((64, 6), float("nan")) * torch.ones(64, 6), torch.randn(64, 6)])
+    with pytest.raises(penjing.ConfigError, match=r"nothing leaves the network at a share of 0.1 with round_to=64"):
+        network().prune(0.1, round_to=64)
