@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from penjing.arguments import Sections, StrPath, as_path, as_sections
 from penjing.core.config import inline_toml, read_recipe
 from penjing.core.errors import ConfigError
 from penjing.core.files import atomic_write_text
 from penjing.core.progress import Progress
 from penjing.core.recipes import stage_of
 from penjing.serve.client.client import Client
-
-StrPath = str | os.PathLike[str]
 
 
 def run(
@@ -48,7 +47,9 @@ def run(
     Raises:
         PenjingError: as `penjing train` and `penjing compress` say; see `penjing.core.errors`.
     """
-    path = Path(recipe)
+    path = as_path("recipe", recipe)
+    if not isinstance(overrides, Mapping | None):
+        raise ConfigError(f"overrides is {overrides!r:.80}; give a dictionary, such as {{'steps.0.ratio': 0.2}}")
     changes = [f"{key}={_toml(key, value)}" for key, value in {**(overrides or {}), **more_overrides}.items()]
     if stage_of(read_recipe(path, changes), str(path)) == "train":
         return _train(path, changes, out, force, resume, accept_changes, progress)
@@ -56,14 +57,14 @@ def run(
         raise ConfigError(f"resume={resume!r} is for training; a compression goes on by itself: leave it out")
     from penjing.compress.run import run_recipe
 
-    return run_recipe(path, changes, out=_path(out), force=force, progress=progress)
+    return run_recipe(path, changes, out=None if out is None else as_path("out", out), force=force, progress=progress)
 
 
 def quantize(
     checkpoint: StrPath,
     out: StrPath,
     *,
-    sections: Mapping[str, Mapping[str, Any]] | None = None,
+    sections: Sections | None = None,
     force: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -89,7 +90,7 @@ def prune(
     ratio: float | None = None,
     *,
     method: str = "l1",
-    sections: Mapping[str, Mapping[str, Any]] | None = None,
+    sections: Sections | None = None,
     force: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -139,15 +140,15 @@ def import_model(
     from penjing.core.imports.graph import graph_options, import_graph, kind_of
     from penjing.core.imports.importer import import_model
 
-    if kind_of(os.fspath(source)) is not None:
+    as_path("source", source)
+    name, folder = os.fspath(source), as_path("out", out)
+    if kind_of(name) is not None:
         if dtype != "float32":
             raise ConfigError(f"dtype {dtype!r}: a network of operators keeps the dtypes of its weights; leave it out")
-        return import_graph(os.fspath(source), Path(out), graph_options(**options), force=force, progress=progress)
+        return import_graph(name, folder, graph_options(**options), force=force, progress=progress)
     if options:
-        raise ConfigError(
-            f"{next(iter(options))} is for .onnx files and modules; {os.fspath(source)} needs no more than a folder"
-        )
-    return import_model(os.fspath(source), Path(out), force=force, progress=progress, dtype=dtype)
+        raise ConfigError(f"{next(iter(options))} is for .onnx files and modules; {name} needs no more than a folder")
+    return import_model(name, folder, force=force, progress=progress, dtype=dtype)
 
 
 def report(runs: StrPath | Sequence[StrPath], *, page: StrPath | None = None) -> list[dict[str, Any]]:
@@ -162,10 +163,10 @@ def report(runs: StrPath | Sequence[StrPath], *, page: StrPath | None = None) ->
     """
     from penjing.compress.report.compare import comparison, comparison_page, read_runs
 
-    folders = [runs] if isinstance(runs, str | os.PathLike) else runs
-    found = read_runs([Path(folder) for folder in folders])
+    folders = [runs] if isinstance(runs, str | os.PathLike) or not isinstance(runs, Iterable) else runs
+    found = read_runs([as_path("runs", folder) for folder in folders])
     if page is not None:
-        atomic_write_text(Path(page), comparison_page(found))
+        atomic_write_text(as_path("page", page), comparison_page(found))
     return comparison(found)
 
 
@@ -182,7 +183,7 @@ def serving(folder: StrPath, **settings: Any) -> Iterator[Client]:
     from penjing.serve.supervisor.temporary import temporary_server
 
     chosen = [f"{key}={_toml(key, value)}" for key, value in settings.items()]
-    with temporary_server(Path(folder), chosen) as address, Client(address) as client:
+    with temporary_server(as_path("folder", folder), chosen) as address, Client(address) as client:
         yield client
 
 
@@ -191,15 +192,15 @@ def _one_step(
     checkpoint: StrPath,
     out: StrPath,
     settings: Mapping[str, Any],
-    sections: Mapping[str, Mapping[str, Any]] | None,
+    sections: Sections | None,
     force: bool,
     progress: Progress | None,
 ) -> Path:
     from penjing.compress.run import run_recipe
 
     step = {key: _plain(key, value) for key, value in settings.items()}
-    further = {name: _plain(name, section) for name, section in (sections or {}).items()}
-    places = {"model": os.fspath(checkpoint), "output": os.fspath(out)}
+    further = {name: _plain(name, section) for name, section in as_sections(sections).items()}
+    places = {"model": str(as_path("checkpoint", checkpoint)), "output": str(as_path("out", out))}
     said = step | ({"sections": further} if further else {})
     command = ", ".join([*map(repr, places.values()), *(f"{name}={value!r}" for name, value in said.items())])
     values = {**places, **further, "steps": [{"kind": kind, **step}]}
@@ -215,14 +216,10 @@ def _train(
     from penjing.train.run import train
 
     if out is not None:
-        changes = [*changes, f"output={inline_toml(os.fspath(out))}"]
+        changes = [*changes, f"output={inline_toml(str(as_path('out', out)))}"]
     output = load_recipe(TrainRecipe, recipe, changes).output
     train(recipe, changes, resume=resume, accept_changes=accept_changes, force=force, progress=progress)
     return output
-
-
-def _path(folder: StrPath | None) -> Path | None:
-    return None if folder is None else Path(folder)
 
 
 def _toml(key: str, value: Any) -> str:

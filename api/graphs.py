@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
-from penjing.batches import BATCH_SIZE, Data, gathered, rows_of, to_learn
+from penjing.arguments import Sections, StrPath, as_path, as_sections
+from penjing.batches import Data, check_inputs, gathered, lesson
 from penjing.core.artifact.base import MODEL_FILE, REPORT_FILE
 from penjing.core.artifact.onnx_graph import open_graph_artifact, run_graph
 from penjing.core.checkpoint.graph import load_network, parameters_of, save_graph
-from penjing.core.errors import ConfigError, InputError
+from penjing.core.errors import ConfigError, PenjingError
 from penjing.core.files import atomic_write_bytes, publish_folder
 from penjing.core.graph import network as graph
 from penjing.core.graph.config import GraphConfig, Meaning, Pixels
-from penjing.core.progress import Progress, plural
+from penjing.core.progress import Progress
 
 RATE = 3e-4
 """Peak of a distill's learning rate: that of recipes/graph-int8.toml, for a network that has learnt already."""
+SAMPLES_FILE = "samples.safetensors"
 UNGUARDED = {"accuracy_points": 100.0, "similarity_loss": 2.0, "retries": 0}
 """A step by itself may cost what it likes: the caller heals the network, or looks at `report`."""
 
@@ -50,7 +51,7 @@ class Network:
         meaning: Meaning = "tensors",
         labels: Sequence[str] = (),
         pixels: Pixels | None = None,
-        tokenizer: str | os.PathLike[str] | None = None,
+        tokenizer: StrPath | None = None,
     ) -> Network:
         """The network that `model` computes in evaluation mode, with weights of its own.
 
@@ -75,7 +76,7 @@ class Network:
     @classmethod
     def from_onnx(
         cls,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         dynamic: Mapping[str, Mapping[int, str]] | None = None,
@@ -83,7 +84,7 @@ class Network:
         labels: Sequence[str] = (),
         pixels: Pixels | None = None,
         tolerance: float | None = None,
-        tokenizer: str | os.PathLike[str] | None = None,
+        tokenizer: StrPath | None = None,
     ) -> Network:
         """The network of an ONNX file, whose answers were compared with those of ONNX Runtime.
 
@@ -98,17 +99,17 @@ class Network:
         from penjing.core.onnx_reader.read import from_onnx
 
         said = {"meaning": meaning, "labels": labels, "pixels": pixels}
-        found = from_onnx(Path(path), shapes=shapes, dynamic=dynamic, tolerance=tolerance, **said)  # type: ignore[arg-type]
+        found = from_onnx(as_path("path", path), shapes=shapes, dynamic=dynamic, tolerance=tolerance, **said)  # type: ignore[arg-type]
         return cls(_with_tokenizer(found.network, tokenizer))
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Network:
+    def load(cls, folder: StrPath) -> Network:
         """The network of a graph's checkpoint; every hash is checked.
 
         Raises:
             InputError: missing, damaged, or of another kind.
         """
-        return cls(load_network(Path(folder)))
+        return cls(load_network(as_path("folder", folder)))
 
     @property
     def config(self) -> GraphConfig:
@@ -121,7 +122,7 @@ class Network:
         Raises:
             InputError: inputs that are not those of `config`.
         """
-        _check_inputs(inputs, self.config)
+        check_inputs(inputs, self.config)
         return self._network(*inputs)
 
     def module(self) -> fx.GraphModule:
@@ -132,18 +133,18 @@ class Network:
         """The operators, one a line, with shapes."""
         return self._network.text()
 
-    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+    def save(self, folder: StrPath, *, force: bool = False) -> Path:
         """Write a checkpoint folder, which every command reads; returns it.
 
         Raises:
             InputError: there is something else, or something older without `force`.
             SetupError: disk full, no permission.
         """
-        with publish_folder(Path(folder), replace=force) as partial:
+        with publish_folder(out := as_path("folder", folder), replace=force) as partial:
             save_graph(partial, self._network, {"command": "penjing.Network.save"})
-        return Path(folder)
+        return out
 
-    def export(self, path: str | os.PathLike[str]) -> Path:
+    def export(self, path: StrPath) -> Path:
         """Write the network in floating point as an ONNX file; returns its path.
 
         Raises:
@@ -151,9 +152,10 @@ class Network:
         """
         from penjing.compress.export.onnx_graph import export_network
 
+        out = as_path("path", path)
         with TemporaryDirectory(prefix="penjing-") as scratch:
             export_network(self._network, Path(scratch) / MODEL_FILE, {})
-            return _copy_file(Path(scratch) / MODEL_FILE, Path(path))
+            return _copy_file(Path(scratch) / MODEL_FILE, out)
 
     def report(self) -> str:
         """What each step gained and cost, a line each; of a network that none was done to, its size."""
@@ -166,7 +168,7 @@ class Network:
         *,
         method: str = "l1",
         data: Data | None = None,
-        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Sections | None = None,
         progress: Progress | None = None,
         **settings: Any,
     ) -> Network:
@@ -195,7 +197,7 @@ class Network:
         data: Data | None = None,
         epochs: float = 1.0,
         batch_size: int | None = None,
-        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Sections | None = None,
         progress: Progress | None = None,
         **settings: Any,
     ) -> Network:
@@ -208,29 +210,32 @@ class Network:
             settings: further keys of the step, which `penjing recipe keys compress steps.distill` lists.
 
         Raises:
-            ConfigError: how many samples a file or folder holds is not known here: give steps.
+            ConfigError: no network, no samples, or a number that cannot be; how many samples a file or folder holds is
+                not known here: give steps.
             PenjingError: as `penjing compress` says.
         """
-        rows = 0
-        if data is not None and not isinstance(data, str | os.PathLike):
-            data, first = to_learn(data, self.config)
-            rows, batch_size = rows_of(data), batch_size or min(first, rows_of(data))
-        batch_size = batch_size or BATCH_SIZE
+        if not isinstance(teacher, Network):
+            raise ConfigError(f"teacher is {type(teacher).__name__}; give a penjing.Network")
+        if data is None and "data" not in as_sections(sections):
+            raise ConfigError("distill learns from samples; give data, such as a DataLoader or a folder")
+        data, plan = lesson(data, self.config, epochs, batch_size, settings.pop("steps", None))
         settings.setdefault("learning_rate", {"peak": RATE})
-        if "steps" not in settings:
-            if isinstance(data, str | os.PathLike):
-                raise ConfigError(f"data={os.fspath(data)!r} is not counted; give steps=N, the number of updates")
-            settings["steps"] = max(1, math.ceil(epochs * (rows or rows_of(self._network.example)) / batch_size))
         with TemporaryDirectory(prefix="penjing-") as scratch:
             taught_by = str(teacher.save(Path(scratch) / "teacher"))
-            step = {"kind": "distill", "teacher": taught_by, "batch_size": batch_size, **settings}
+            step = {
+                "kind": "distill",
+                "teacher": taught_by,
+                "batch_size": plan.batch_size,
+                "steps": plan.steps,
+                **settings,
+            }
             made, _ = self._run(step, data, sections, Path(scratch), progress)
             learnt = load_network(made)
         seen = gathered(data, self.config) if isinstance(data, Mapping) else self._network.example
         inputs = [seen[spec.name] for spec in self.config.inputs]
         before, after = (_cosine(network(*inputs), teacher(*inputs)) for network in (self._network, learnt))
-        of = f" of {batch_size} from {rows:,} samples" if rows else ""
-        line = f"distill: {settings['steps']} updates{of}, cosine to the teacher {before:.4f} → {after:.4f}"
+        of = f" of {plan.batch_size} from {plan.rows:,} samples" if plan.rows else ""
+        line = f"distill: {plan.steps} updates{of}, cosine to the teacher {before:.4f} → {after:.4f}"
         self._network, self._said = learnt, (*self._said, line)
         return self
 
@@ -239,7 +244,7 @@ class Network:
         data: Data | None = None,
         *,
         target: str = "onnxruntime-cpu",
-        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        sections: Sections | None = None,
         progress: Progress | None = None,
         **settings: Any,
     ) -> QuantizedNetwork:
@@ -263,7 +268,7 @@ class Network:
         self,
         step: dict[str, Any],
         data: Data | None,
-        sections: Mapping[str, Mapping[str, Any]] | None,
+        sections: Sections | None,
         scratch: Path,
         progress: Progress | None,
     ) -> tuple[Path, str]:
@@ -272,7 +277,7 @@ class Network:
         from penjing.compress.report.text import summary_line
         from penjing.compress.run import run_recipe
 
-        given = {name: dict(section) for name, section in (sections or {}).items()}
+        given = as_sections(sections)
         values = {
             "model": str(self.save(scratch / "before")),
             "output": str(scratch / "after"),
@@ -281,9 +286,14 @@ class Network:
         }
         values["guard"] = UNGUARDED | given.get("guard", {})
         if data is not None:
-            source = self._source(data, scratch / "samples.safetensors")
+            source = self._source(data, scratch / SAMPLES_FILE)
             values["data"] = {"source": source, **given.get("data", {})}
-        made = run_recipe(values, progress=progress, command=f"penjing.Network.{step['kind']}")
+        try:
+            made = run_recipe(values, progress=progress, command=f"penjing.Network.{step['kind']}")
+        except PenjingError as error:  # of files that the caller does not know
+            said = str(error).replace(str(scratch / SAMPLES_FILE), "data").replace(values["model"], "the network")
+            error.args = (said, *error.args[1:])
+            raise
         return made, summary_line(read_report(made))
 
     def _source(self, data: Data, path: Path) -> str:
@@ -309,13 +319,13 @@ class QuantizedNetwork:
         self._session = self._artifact.session()
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> QuantizedNetwork:
+    def load(cls, folder: StrPath) -> QuantizedNetwork:
         """The artifact in `folder`; every hash is checked.
 
         Raises:
             InputError: missing, damaged, or of another kind.
         """
-        return cls(Path(folder))
+        return cls(as_path("folder", folder))
 
     @property
     def config(self) -> GraphConfig:
@@ -328,27 +338,27 @@ class QuantizedNetwork:
         Raises:
             InputError: inputs that are not those of `config`.
         """
-        _check_inputs(inputs, self.config)
+        check_inputs(inputs, self.config)
         given = {
             spec.name: value.detach().cpu().numpy() for spec, value in zip(self.config.inputs, inputs, strict=True)
         }
         found = run_graph(self._session, self.config, given)
         return tuple(torch.from_numpy(found[spec.name]) for spec in self.config.outputs)
 
-    def export(self, path: str | os.PathLike[str]) -> Path:
+    def export(self, path: StrPath) -> Path:
         """Copy the ONNX file to `path`; returns it."""
-        return _copy_file(self.folder / MODEL_FILE, Path(path))
+        return _copy_file(self.folder / MODEL_FILE, as_path("path", path))
 
-    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+    def save(self, folder: StrPath, *, force: bool = False) -> Path:
         """Keep the artifact, with its report and parity record; returns `folder`, which `penjing serve` takes.
 
         Raises:
             InputError: there is something else, or something older without `force`.
             SetupError: disk full, no permission.
         """
-        with publish_folder(Path(folder), replace=force) as partial:
+        with publish_folder(out := as_path("folder", folder), replace=force) as partial:
             shutil.copytree(self.folder, partial, dirs_exist_ok=True)
-        return Path(folder)
+        return out
 
     def report(self) -> str:
         """What each step gained and cost, a line each."""
@@ -360,28 +370,10 @@ class QuantizedNetwork:
         return summary_line(read_report(self.folder))
 
 
-def _check_inputs(inputs: Sequence[Any], config: GraphConfig) -> None:
-    """Raises InputError unless these are tensors of the inputs' types and shapes; an axis with a name has one size."""
-    takes = f"the network takes {', '.join(map(str, config.inputs))}"
-    if len(inputs) != len(config.inputs):
-        raise InputError(f"{plural(len(inputs), 'input')} given, {takes}")
-    sizes: dict[int | str, int] = {}
-    for spec, value in zip(config.inputs, inputs, strict=True):
-        if not isinstance(value, Tensor):
-            raise InputError(f"{spec.name} was given as {type(value).__name__}, which is no tensor; {takes}")
-        given = str(value.dtype).removeprefix("torch.")
-        wanted = [
-            sizes.setdefault(axis, size) if isinstance(axis, str) else axis
-            for axis, size in zip(spec.shape, value.shape, strict=False)
-        ]
-        if given != spec.dtype or value.dim() != len(spec.shape) or wanted != list(value.shape):
-            raise InputError(f"{spec.name} was given as {given}[{', '.join(map(str, value.shape))}], {takes}")
-
-
-def _with_tokenizer(network: graph.Network, path: str | os.PathLike[str] | None) -> graph.Network:
+def _with_tokenizer(network: graph.Network, path: StrPath | None) -> graph.Network:
     from penjing.core.imports.graph_tokenizer import with_tokenizer
 
-    return network if path is None else with_tokenizer(network, Path(path))
+    return network if path is None else with_tokenizer(network, as_path("tokenizer", path))
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penjing.arguments import StrPath, as_path
 from penjing.core.artifact.base import is_artifact
 from penjing.core.artifact.onnx_classifier import normalised, open_classifier_artifact
 from penjing.core.artifact.onnx_encoder import embed_in_batches, open_encoder_artifact
@@ -23,7 +23,7 @@ from penjing.core.checkpoint.load import LoadedModel, load_model
 from penjing.core.errors import ConfigError, InputError, first_line
 from penjing.core.family import FAMILIES, family_of, table_of
 from penjing.core.models.encoder_config import EncoderConfig
-from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens
+from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens, as_texts
 from penjing.core.vision.embedder import Embedder
 from penjing.graphs import Network, QuantizedNetwork
 
@@ -75,9 +75,9 @@ class TextEncoder:
         """Texts → (texts, hidden) float32 embeddings of length 1, in order; a single text gives one row.
 
         Raises:
-            InputError: there is no text.
+            InputError: there is no text, or something else among them.
         """
-        return self._embed([texts] if isinstance(texts, str) else list(texts))
+        return self._embed(as_texts(texts))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Opener:
 Loaded: TypeAlias = LoadedModel | ImageClassifier | TextEncoder | Embedder | Network | QuantizedNetwork
 
 
-def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
+def load(folder: StrPath, *, device: str = "cpu") -> Loaded:
     """The network in `folder`, a checkpoint or an artifact, in evaluation mode; every hash is checked.
 
     Args:
@@ -110,7 +110,7 @@ def load(folder: str | os.PathLike[str], *, device: str = "cpu") -> Loaded:
         ConfigError: a device that the network's family does not run on here.
         InputError: missing or damaged files, or a family that this function does not know.
     """
-    path = Path(folder)
+    path = as_path("folder", folder)
     name = family_of(path)
     if name == "decoder":
         _check_device(device)

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from penjing.core.errors import InputError
+from penjing.core.errors import InputError, first_line
 from penjing.core.manifest import read_json_object
 from penjing.core.packages import FOLDERS
 from penjing.core.recipes import command_of, known_recipes
@@ -77,8 +77,9 @@ def check_folder(folder: Path) -> None:
     if not folder.exists():
         raise InputError(f"{folder} does not exist; {_how_made(folder)}")
     if not folder.is_dir():
+        source = f"{folder}:FUNCTION" if folder.suffix == ".py" else str(folder)
         raise InputError(
-            f"{folder} is a file, not a model folder; 'penjing import {folder} FOLDER' makes one of a .gguf"
+            f"{folder} is a file, not a model folder; 'penjing import {source} FOLDER' makes one of .gguf, .onnx, .py"
         )
 
 
@@ -106,15 +107,25 @@ def table_of(stage: str, name: FamilyName) -> Any:
     """What `stage` ("train", "compress", "serve") can do with the family `name`: its module's `FAMILY`.
 
     Raises:
-        InputError: the family has nothing for this stage.
+        InputError: the family has nothing for this stage, or the package that brings it cannot be imported.
     """
     module = f"penjing.{stage}.families.{name}" if name in FAMILIES else f"{_packages()[name]}.{stage}"
     try:
-        return import_module(module).FAMILY
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+        found = import_module(module)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{module}.".startswith(f"{absent}."):
+            why = f"networks of the family {name!r} have no part in {stage}: there is no {module}"
+            raise InputError(why) from None
+        if name in FAMILIES:
             raise
-        raise InputError(f"networks of the family {name!r} have no part in {stage}: there is no {module}") from None
+        raise InputError(
+            f"the family {name!r} is brought by another package, whose module {module} cannot be imported "
+            f"({type(error).__name__}: {first_line(error)}); mend that package, or remove it"
+        ) from error
+    if not hasattr(found, "FAMILY"):
+        raise InputError(f"{module}, which brings the family {name!r}, has no FAMILY, the table of what {stage} can do")
+    return found.FAMILY
 
 
 def names_of(stage: str) -> list[FamilyName]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penjing.core.config import parse_config, read_recipe
 from penjing.core.errors import InputError
-from penjing.core.files import check_replaceable, publish_folder, writing
+from penjing.core.files import atomic_write_bytes, check_replaceable, publish_folder, writing
 from penjing.core.manifest import MANIFEST_NAME, read_json_object, write_manifest
 from penjing.core.progress import Progress, Silent
 from penjing.core.recipes import check_stage
@@ -148,19 +148,19 @@ def _learned(plan: Plan) -> list[Learned]:
 
 
 def _check_damage(plan: Plan, stage: Stage, counts: Counts) -> None:
-    """Stop where more is damaged than the recipe allows; the first case is named."""
+    """Stop where more is damaged than the recipe allows; the first case is named, and all are listed in a file."""
     met = sum(documents for key, (documents, _) in counts.after.items() if key.startswith(f"{READ}\t"))
     whole = met + counts.num_made + counts.num_damaged - counts.num_failed
     if counts.num_damaged <= plan.recipe.most_damaged * whole:
         return
-    first = next(
-        json.loads(line)
-        for task in range(len(plan.tasks))
-        for line in (task_folder(stage, task) / DAMAGED).read_text(encoding="utf-8").splitlines()
-    )
+    listed = plan.recipe.work_folder / QUARANTINE
+    found = b"".join((task_folder(stage, task) / DAMAGED).read_bytes() for task in range(len(plan.tasks)))
+    atomic_write_bytes(listed, found)
+    first = json.loads(found.partition(b"\n")[0])
     raise InputError(
         f"{counts.num_damaged:,} of {whole:,} documents are damaged, more than most_damaged = "
-        f"{plan.recipe.most_damaged:g}; the first is {first['id']}: {first['reason']}. Mend them, or allow more"
+        f"{plan.recipe.most_damaged:g}; the first is {first['id']}: {first['reason']}. All are listed in {listed}: "
+        "mend them, or allow more"
     )
 
 

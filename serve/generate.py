@@ -13,6 +13,7 @@ from penjing.serve.engine.config import EngineConfig, with_defaults
 from penjing.serve.engine.request import Request, RequestOutput
 from penjing.serve.runner.load import load_engine
 from penjing.serve.sampling.params import SamplingParams
+from penjing.serve.sight.images import ImageError
 from penjing.serve.sight.wire import read_image
 
 NUM_SEQUENCES = 16
@@ -56,17 +57,25 @@ def generate_to_terminal(
     engine_config: EngineConfig | None = None,
     images: Sequence[Path] = (),
 ) -> None:
-    """Stream the answer to standard output; speed and the reason of its end to standard error."""
+    """Stream the answer to standard output; speed and the reason of its end to standard error.
+
+    Raises:
+        InputError: a file of `images` cannot be read, or is no image; names it.
+        PenjingError: see `generate_stream`.
+    """
     files = [read_image(path) for path in images]
     params = SamplingParams.from_json(sampling)
     started = time.monotonic()
     first_token_time, last = None, None
     config = with_defaults(engine_config, max_num_sequences=NUM_SEQUENCES)
-    for output in generate_stream(model, text, params, config, chat=chat, images=files):
-        first_token_time = first_token_time or time.monotonic()
-        last = output
-        sys.stdout.write(output.text)
-        sys.stdout.flush()
+    try:
+        for output in generate_stream(model, text, params, config, chat=chat, images=files):
+            first_token_time = first_token_time or time.monotonic()
+            last = output
+            sys.stdout.write(output.text)
+            sys.stdout.flush()
+    except ImageError as error:
+        raise InputError(f"the image {images[error.number]} {error.why}") from None
     sys.stdout.write("\n")
     if last is not None and first_token_time is not None:
         seconds = time.monotonic() - first_token_time

@@ -33,9 +33,30 @@ def check_machine(recipe: RunRecipe, processes: int, *, is_new: bool) -> None:
         if isinstance(data.micro_batch, int):
             Cut(data.batch_size, shares, data.micro_batch).check()
         if recipe.parallel.pp > 1:
-            _check_schedule(recipe, shares)
+            size = data.micro_batch or recipe.parallel.default_micro_batch(data.batch_size // shares)
+            assert isinstance(size, int), "check_recipe refuses auto"
+            check_schedule(recipe, Cut(data.batch_size, shares, size))
         if recipe.parallel.shares == "auto" and shares > 1:
             _check_granularity(recipe, shares)
+
+
+def check_output(recipe: RunRecipe, *, is_new: bool, force: bool) -> None:
+    """Refuse an output that is there, unless the run goes on or may replace it, and one that is none.
+
+    Raises:
+        InputError: see `claimed_output`.
+    """
+    if is_new and not force:
+        if (recipe.output / MANIFEST_NAME).exists():
+            raise InputError(
+                f"output {recipe.output} already exists; replace it with --force, or choose another output"
+            )
+        if any((recipe.run_folder / "checkpoints").glob("step-*")):
+            raise InputError(
+                f"{recipe.run_folder} holds checkpoints of an earlier run; "
+                "go on with --resume auto, or start again with --force"
+            )
+    check_replaceable(recipe.output, True, MANIFEST_NAME)  # not after the last step
 
 
 @contextmanager
@@ -50,17 +71,7 @@ def claimed_output(recipe: RunRecipe, resume: str, force: bool, is_main: bool) -
         InputError: there is one, or the output is a file, lies in one, or is a folder that penjing did not make.
         SetupError: another run trains there.
     """
-    if resume == "never" and not force:
-        if (recipe.output / MANIFEST_NAME).exists():
-            raise InputError(
-                f"output {recipe.output} already exists; replace it with --force, or choose another output"
-            )
-        if any((recipe.run_folder / "checkpoints").glob("step-*")):
-            raise InputError(
-                f"{recipe.run_folder} holds checkpoints of an earlier run; "
-                "go on with --resume auto, or start again with --force"
-            )
-    check_replaceable(recipe.output, True, MANIFEST_NAME)  # not after the last step
+    check_output(recipe, is_new=resume == "never", force=force)
     with alone_in(recipe.run_folder) if is_main else nullcontext():
         yield
 
@@ -79,16 +90,15 @@ def with_steps(recipe: RunRecipe, task: Task) -> RunRecipe:
     return recipe.model_copy(update={"steps": recipe.num_steps(samples)})
 
 
-def _check_schedule(recipe: RunRecipe, shares: int) -> None:
+def check_schedule(recipe: RunRecipe, cut: Cut) -> None:
     """Refuse a number of micro-batches that the pipeline's schedule cannot run, or that does not make a step.
 
     Raises:
         ConfigError: gives the schedule's reason, or the numbers that make one.
     """
-    data, parallel = recipe.data, recipe.parallel
-    size = data.micro_batch or parallel.default_micro_batch(data.batch_size // shares)
-    assert isinstance(size, int), "check_recipe refuses auto"
-    whole = Cut(data.batch_size, shares, size).accumulation
+    parallel, size, whole = recipe.parallel, cut.micro_batch, cut.accumulation
+    if parallel.pp == 1:
+        return
     num = parallel.micro_batches or whole
     if whole % num:
         fitting = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)

@@ -20,7 +20,7 @@ from penjing.core.files import publish_folder, writing
 from penjing.core.progress import Progress, Silent
 from penjing.core.work import empty
 from penjing.train.batch_size import Cut, fastest_micro_batch, recut, repeats
-from penjing.train.checks import check_machine, claimed_output, with_steps
+from penjing.train.checks import check_machine, check_schedule, claimed_output, with_steps
 from penjing.train.data.prefetch import Prefetched
 from penjing.train.families.base import KeepingTask, MixedTask, ShowingTask, Task, build_task
 from penjing.train.loop import Evaluation, Trainer
@@ -358,13 +358,13 @@ class _Run:
         refuses what cannot fit. `saved`: the settings of the run that goes on, whose batch may have been shared by
         another number of processes."""
         recipe, world = self.recipe, self.world
-        batch, parts = recipe.data.batch_size, world.data.size
+        batch, wanted, parts = recipe.data.batch_size, recipe.data.micro_batch, world.data.size
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         limit = parse_size(recipe.memory.limit) if recipe.memory.limit else memory_limit(world.device, num_local)
-        wanted = recipe.data.micro_batch
         if saved is not None:
             largest = int(wanted) if isinstance(wanted, int) else int(saved["micro_batch"])
             cut = recut(batch, parts, largest, recipe.parallel.micro_batches or 1)
+            check_schedule(recipe, cut)
             if (before := saved.get("shares", parts)) != parts:
                 self.progress.note(f"planned anew: data parallelism {before} → {parts}, {cut}")
             data = recipe.data.model_copy(update={"batch_size": cut.filled, "micro_batch": cut.micro_batch})

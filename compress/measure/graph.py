@@ -25,7 +25,7 @@ from penjing.core.checkpoint.graph import load_network
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.graph.config import graph_config
 from penjing.core.graph.network import Network
-from penjing.core.imports.user_code import user_function
+from penjing.core.imports.user_code import named_errors, user_function
 from penjing.core.progress import Progress
 from penjing.train.sources.reader import NO_CLASS
 
@@ -151,10 +151,8 @@ def scores_of(
 
 
 def _own_score(function: Any, spec: str, outputs: tuple[Tensor, ...], targets: Tensor | None) -> NDArray[np.float64]:
-    try:
+    with named_errors(spec):
         values = np.asarray(function(outputs, targets), np.float64)
-    except Exception as error:  # the user's own code raises what it likes
-        raise InputError(f"{spec} raised {type(error).__name__}: {error}; mend the function") from error
     if values.shape != (len(outputs[0]),) or not np.isfinite(values).all():
         raise InputError(
             f"{spec} gave {values.shape} values for {len(outputs[0])} samples; it has to give one finite number for "

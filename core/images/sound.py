@@ -3,8 +3,6 @@ https://arxiv.org/abs/2212.04356), so that what sees pictures can hear."""
 
 from __future__ import annotations
 
-import io
-import wave
 from functools import cache
 
 import numpy as np
@@ -13,8 +11,8 @@ from pydantic import Field
 
 from penjing.core.config import Config
 from penjing.core.errors import InputError
+from penjing.core.images.wav import read_wav
 
-_WIDTHS = {1: np.uint8, 2: np.int16, 4: np.int32}  # bytes of a number → its type; three bytes are made four
 _RANGE = 8.0  # powers of ten below the loudest that are told apart, as Whisper has it
 _LEAST = 1e-10  # power
 
@@ -35,13 +33,13 @@ def spectrogram(data: bytes, sound: Sound, side: int, *, max_samples: int) -> ND
     """(side, side, 1): bands of pitch by moments, 255 for the loudest, 0 for 80 decibels less; silence behind the end.
 
     Args:
-        data: a WAV file of plain numbers (PCM), of any rate and number of channels, whose mean is heard.
+        data: a WAV file of plain numbers (PCM or floats), of any rate and number of channels, whose mean is heard.
         max_samples: a longer file is refused before it is read.
 
     Raises:
         InputError: no such file, broken, or longer than the picture.
     """
-    samples, rate = _read(data, max_samples)
+    samples, rate = read_wav(data, max_samples)
     count, most = round(len(samples) * sound.rate / rate), side * sound.hop
     if count > most:  # before it is resampled: a file may say one sample a second, and take hours
         raise InputError(f"it lasts {len(samples) / rate:.2f} s, and {sound.seconds(side):.2f} s are heard; cut it")
@@ -73,30 +71,6 @@ def _mel(hertz: float) -> float:
 
 def _hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(mels < 15, 200 * mels / 3, 1000 * np.exp((mels - 15) * np.log(6.4) / 27))
-
-
-def _read(data: bytes, most: int) -> tuple[NDArray[np.float64], int]:
-    """(samples from -1 to 1, of all channels the mean; how many a second)."""
-    try:
-        with wave.open(io.BytesIO(data)) as file:
-            count, channels, width, rate = (
-                file.getnframes(), file.getnchannels(), file.getsampwidth(), file.getframerate()
-            )  # fmt: skip
-            if count * channels > most:
-                raise InputError(f"it has {count * channels:,} samples, at most {most:,} are decoded; cut it")
-            found = file.readframes(count)
-    except InputError:
-        raise
-    except Exception as error:  # `wave` raises whatever a broken file makes it stumble over
-        raise InputError(f"it is no WAV file of plain numbers ({type(error).__name__}: {error})") from None
-    if not count or rate < 1 or width not in (1, 2, 3, 4) or len(found) != count * channels * width:
-        raise InputError(f"it is a broken WAV file: {len(found)} bytes where {count * channels * width} are promised")
-    if width == 3:
-        raw = np.frombuffer(found, np.uint8).reshape(-1, 3)
-        found, width = np.pad(raw, ((0, 0), (1, 0))).tobytes(), 4
-    values = np.frombuffer(found, _WIDTHS[width]).astype(np.float64)
-    values = (values - 128) / 128 if width == 1 else values / 2.0 ** (8 * width - 1)
-    return values.reshape(-1, channels).mean(1), rate
 
 
 def _resampled(samples: NDArray[np.float64], count: int) -> NDArray[np.float64]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from penjing.core.errors import InputError
 
+_LONGEST = 500  # signs of what the user's code says when it fails
+
 
 def user_function(spec: str) -> Any:
     """The function that `spec` ("file.py:function") names; the file's code runs, and may import what lies beside it.
@@ -54,4 +56,7 @@ def named_errors(spec: str) -> Iterator[None]:
         path = Path(spec.rpartition(":")[0]).expanduser().absolute()
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
         where = f", line {lines[-1]}" if lines else ""
-        raise InputError(f"{spec} raised {type(error).__name__}{where}: {error}; mend the function") from error
+        said = " ".join(str(error).split())[:_LONGEST]
+        raise InputError(
+            f"{spec} raised {type(error).__name__}{where}{said and ': '}{said}; mend the function"
+        ) from error

@@ -379,8 +379,7 @@ def _text(file: AnyFile, name: str) -> Iterator[Record | Damage]:
         raise _unreadable(file, 0, "line", error) from error
     text, wrong = _decoded(raw)
     if wrong is None:
-        if text.strip():
-            yield Record(name, text)
+        yield from [Record(name, text)] if text.strip() else []
         return
     if raw[:2] in UTF16_MARKS:
         yield Damage(name, f"{wrong}; convert it, for example by iconv -f utf-16 -t utf-8")
@@ -393,8 +392,9 @@ def _text(file: AnyFile, name: str) -> Iterator[Record | Damage]:
             bad.append(Damage(f"{name}, line {number}", wrong, part=True))
             good.pop()
     if len(bad) > max(1, MOST_BAD_LINES * len(lines)) or not "".join(good).strip():
-        reason = f"{bad[0].reason} of {bad[0].name.rpartition(', ')[2]}, and {len(bad)} of {len(lines)} lines are so"
-        yield Damage(name, f"{reason}; convert it, for example by iconv -f latin1 -t utf-8")
+        reason = f"{bad[0].reason} in {bad[0].name.rpartition(', ')[2]}, and {len(bad)} of {len(lines)} lines are so"
+        mend = "leave it out" if "NUL" in bad[0].reason else "convert it, for example by iconv -f latin1 -t utf-8"
+        yield Damage(name, f"{reason}; {mend}")
         return
     yield from bad
     yield Record(name, "\n".join(good))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +72,14 @@ class TextTokenizer:
         """The token ids of each text, without padding.
 
         Raises:
-            InputError: there is no text.
+            InputError: there is no text, or something else among them.
         """
         if not texts:
             raise InputError("there is no text to embed; give one or more")
-        return [encoding.ids for encoding in self._backend.encode_batch(texts)]
+        try:
+            return [encoding.ids for encoding in self._backend.encode_batch(texts)]
+        except TypeError:  # that names none
+            raise InputError(_no_text(texts)) from None
 
     def text_of(self, ids: list[int]) -> str | None:
         """The text whose tokens these are, with the marks that stand before and behind each text; None where there is
@@ -90,6 +94,25 @@ class TextTokenizer:
         if len(ids) > self.max_tokens:  # cut, as the text is
             kept = ids[: self.max_tokens - behind] + ids[len(ids) - behind :]
         return text if self.rows([text])[0] == kept else None
+
+
+def as_texts(texts: Any) -> list[str]:
+    """A text, or several, as a list; what is neither is refused by `TextTokenizer.rows`."""
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        return [cast("str", texts)]
+    return list(texts)
+
+
+def _no_text(texts: Sequence[Any]) -> str:
+    """What is wrong with the first of `texts` that is none."""
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            return f"text {number} is {type(text).__name__}; give a str"
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return f"text {number} cannot be written in UTF-8 ({error.reason} at sign {error.start})"
+    return "these texts cannot be read; give a list of str"
 
 
 def pad(rows: list[list[int]]) -> TextTokens:

@@ -7,7 +7,7 @@ vector depend on nothing else: neither on its company nor on the number of threa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penjing.core.errors import InputError
 from penjing.core.images.decode import FORMATS, MAX_PIXELS, arranged, decode_image, network_input
-from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens, pad
+from penjing.core.text.text_tokenizer import TextTokenizer, TextTokens, as_texts, pad
 from penjing.core.vision.towers_config import TowersConfig
 
 Vector = Vectors = NDArray[np.float32]
@@ -47,18 +47,24 @@ class Embedder:
             threads or len(os.sched_getaffinity(0)), "penjing-towers", torch.set_num_threads, (1,)
         )
 
-    def embed_images(self, images: Sequence[bytes] | NDArray[np.uint8], max_pixels: int = MAX_PIXELS) -> Vector:
+    def embed_images(self, images: bytes | Sequence[bytes] | NDArray[np.uint8], max_pixels: int = MAX_PIXELS) -> Vector:
         """(images, D) float32 vectors of length 1.
 
         Args:
-            images: JPEG or PNG files, or uint8 (N, C, height, width) at the size of `config`, not normalised.
+            images: JPEG or PNG files, or a single one, or uint8 (N, C, height, width) at the size of `config`, not
+                normalised.
             max_pixels: of a file; a larger one is refused before it is decoded.
 
         Raises:
-            InputError: there is no image, one cannot be read, or another shape or type.
+            InputError: there is no image, one cannot be read, which it names, or another shape or type.
         """
         if not isinstance(images, np.ndarray):
-            return self._together([self.of_file(data, max_pixels) for data in images], "image")
+            files = list(images) if isinstance(images, Iterable) and not isinstance(images, str | bytes) else [images]
+            for number, file in enumerate(files):
+                if not isinstance(file, bytes):
+                    said = f"image {number} is {type(file).__name__}"
+                    raise InputError(f"{said}; give the bytes of files, as open(path, 'rb').read() gives them")
+            return self._together([self.of_file(data, max_pixels) for data in files], "image")
         shape = (self.config.channels, *self.config.image_size)
         if images.dtype != np.uint8 or images.shape[1:] != shape:
             sides = ", ".join(map(str, shape))
@@ -71,7 +77,7 @@ class Embedder:
         Raises:
             InputError: there is no text.
         """
-        return self._together(self.of_texts([texts] if isinstance(texts, str) else list(texts)), "text")
+        return self._together(self.of_texts(as_texts(texts)), "text")
 
     def of_file(self, data: bytes, max_pixels: int = MAX_PIXELS) -> Future[Vector]:
         """The vector (D,) of a JPEG or PNG; the future raises InputError for one that cannot be read."""
@@ -104,4 +110,10 @@ class Embedder:
     def _together(vectors: Sequence[Future[Vector]], what: str) -> Vector:
         if not vectors:
             raise InputError(f"there is no {what} to embed; give one or more")
-        return np.stack([vector.result() for vector in vectors])
+        found = []
+        for number, vector in enumerate(vectors):
+            try:
+                found.append(vector.result())
+            except InputError as error:
+                raise InputError(f"{what} {number} cannot be read: {error}") from None
+        return np.stack(found)

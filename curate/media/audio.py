@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass
 
 from penjing.core.errors import InputError
+from penjing.core.images.wav import chunks
 from penjing.curate.documents.needs import needed
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
@@ -37,6 +38,11 @@ def read_recording(content: bytes) -> Recording:
     except (library.LibsndfileError, RuntimeError, OSError, ValueError) as error:
         reason = str(error).rpartition(": ")[2]  # before it stands the name of an object
         raise InputError(f"is no recording that is read here ({reason})") from None
+    if form in ("WAV", "WAVEX"):  # of which libsndfile takes what is there for all
+        try:
+            chunks(content)
+        except InputError as error:
+            raise InputError(str(error).removeprefix("it ")) from None
     if frames < 1 or not last:
         raise InputError("holds no sound, or less than its header says")
     return Recording(str(form), int(rate), int(channels), frames / rate)

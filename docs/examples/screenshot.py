@@ -18,7 +18,10 @@ QUESTION = "Why do penjing trees stay small? Answer in three sentences."
 
 def main(address: str = "http://localhost:8080/", path: str = "docs/figures/page.png") -> None:
     """Ask one question, greedily, and keep the picture of the page once the answer is there."""
-    playwright: Any = import_module("playwright.sync_api")
+    try:
+        playwright: Any = import_module("playwright.sync_api")
+    except ModuleNotFoundError:
+        raise SystemExit("error: playwright is missing; pip install 'penjing[browser]'") from None
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 860, "height": 660})

@@ -41,4 +41,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        raise SystemExit("usage: python docs/examples/spoken_digits.py FOLDER")
     main(Path(sys.argv[1]))

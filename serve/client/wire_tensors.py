@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def text_tensor(texts: Any) -> dict[str, np.ndarray]:
     Raises:
         RequestError: no list of texts, or an empty one.
     """
-    rows = [texts] if isinstance(texts, str) else list(texts)
+    rows = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
     if not rows or not all(isinstance(text, str) for text in rows):
         raise RequestError("texts must be one text or a list of one or more")
     array = np.empty((len(rows), 1), np.object_)
@@ -96,8 +96,8 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Raises:
         RequestError: nothing, or of a type that does not travel.
     """
-    if not inputs:
-        raise RequestError("give the model's inputs by name; 'penjing graph' shows them")
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise RequestError("give the model's inputs in a dictionary, by name; 'penjing graph' shows them")
     return {name: _named(name, value) for name, value in inputs.items()}
 
 

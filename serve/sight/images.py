@@ -37,6 +37,19 @@ class Limits(Protocol):
     def image_cache_bytes(self) -> int: ...
 
 
+class ImageError(RequestError):
+    """An image of a request is at fault.
+
+    Attributes:
+        number: which, from 0.
+        why: what comes behind its name in a sentence.
+    """
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(f"image {number} {why}")
+        self.number, self.why = number, why
+
+
 @dataclass(frozen=True)
 class Placed:
     """An image, or a piece of one, in a prompt: row i stands in place of token `start` + i.
@@ -118,9 +131,10 @@ class Images:
             )
         for number, image in enumerate(images):
             if len(image) > self._limits.max_image_bytes:
-                raise RequestError(
-                    f"image {number} has {len(image):,} bytes, at most {self._limits.max_image_bytes:,} are read "
-                    "(max_image_bytes): shrink it"
+                raise ImageError(
+                    number,
+                    f"has {len(image):,} bytes, at most {self._limits.max_image_bytes:,} are read (max_image_bytes): "
+                    "shrink it",
                 )
         from penjing.core.vision.sight import image_text
 
@@ -218,4 +232,4 @@ def _read(number: int, read: Callable[[bytes, int], _Read], data: bytes, max_pix
     try:
         return read(data, max_pixels)
     except InputError as error:
-        raise RequestError(f"image {number} cannot be read: {error}") from None
+        raise ImageError(number, f"cannot be read: {error}") from None

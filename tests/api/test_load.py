@@ -42,6 +42,10 @@ def test_an_encoder(encoder: Path) -> None:
     assert vectors.shape == (3, network.config.hidden_size)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert np.allclose(network("it"), vectors[2:], atol=1e-5)
+    with pytest.raises(penjing.InputError, match="text 1 is int; give a str"):
+        network(["a", 3])  # type: ignore[list-item]
+    with pytest.raises(penjing.InputError, match="text 0 is NoneType; give a str"):
+        network(None)  # type: ignore[arg-type]
 
 
 def test_refusals(classifier: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -55,3 +59,12 @@ def test_refusals(classifier: Path, tiny_checkpoint: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({"name": "of nothing we know"}))
     with pytest.raises(penjing.InputError, match="names no family"):
         penjing.load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "source"), [("net.onnx", "net.onnx"), ("net.py", "net.py:FUNCTION")])
+def test_a_file_is_to_be_imported_as_it_is_written(tmp_path: Path, name: str, source: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(
+        penjing.InputError, match=f"is a file, not a model folder; 'penjing import {tmp_path}/{source} F"
+    ):
+        penjing.load(tmp_path / name)

@@ -30,7 +30,7 @@ def test_files_beside_the_modules_are_packed() -> None:
 def test_the_door_is_one_folder_without_folders() -> None:
     """The links that type checkers and tests follow are made file by file."""
     names = {path.name for path in (ROOT / "api").iterdir()} - {"__pycache__"}
-    assert names == {"__init__.py", "batches.py", "calls.py", "graphs.py", "networks.py", "py.typed"}
+    assert names == {"__init__.py", "arguments.py", "batches.py", "calls.py", "graphs.py", "networks.py", "py.typed"}
 
 
 def test_the_image_gets_every_package() -> None:

@@ -209,8 +209,14 @@ def test_a_document_that_a_step_fails_on_is_one_document(tmp_path: Path, monkeyp
     folder = tmp_path / "in"
     folder.mkdir()
     write_lines(folder / "a.jsonl", [prose(seed) for seed in range(3)], bad=1)
-    with pytest.raises(InputError, match=r"^4 of 4 documents are damaged, more than most_damaged = 0.9; the first is"):
-        curate_recipe(recipe(tmp_path, folder, most_damaged=0.9), "test")
+    made = recipe(tmp_path, folder, most_damaged=0.9)
+    with pytest.raises(
+        InputError, match=r"^4 of 4 documents are damaged, more than most_damaged = 0.9; the first"
+    ) as caught:
+        curate_recipe(made, "test")
+    listed = made.work_folder / "quarantine.jsonl"
+    assert f"All are listed in {listed}: mend them" in str(caught.value)
+    assert len(listed.read_text().splitlines()) == 4
 
 
 def test_labels_with_line_separators_are_masked_too(tmp_path: Path) -> None:

@@ -11,9 +11,14 @@ from pathlib import Path
 
 from penjing.core.cluster.start import room_for_process
 from penjing.core.errors import ConfigError
+from penjing.core.memory import available_bytes
+from penjing.train.batch_size import check_shares
+from penjing.train.checks import check_output
 from penjing.train.plan.preflight import check_recipe, check_run
 from penjing.train.recipe.load import load_train_recipe
 from penjing.train.recipe.recipe import parse_size
+
+PROCESS = 200 << 20  # bytes that a process has to itself once it has imported torch
 
 
 def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequence[str]) -> int:
@@ -26,8 +31,9 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
         The exit status: 0, or that of the process that failed first (128 + the signal that ended it).
 
     Raises:
-        ConfigError: not even one process, this is one of torchrun's already, the recipe wants another number, or one
-            would need more than its memory.limit.
+        ConfigError: not even one process, or more than fit into memory or can share the batch, this is one of
+            torchrun's already, the recipe wants another number, or one would need more than its memory.limit.
+        InputError: its output is there already.
         SetupError: the machine has no room for another process.
     """
     if num_processes < 1:
@@ -36,6 +42,15 @@ def launch(num_processes: int, recipe: Path, overrides: list[str], flags: Sequen
         raise ConfigError("--launch starts torchrun, which has started this process already: leave one of them out")
     asked = load_train_recipe(recipe, overrides)
     check_recipe(asked, num_processes)
+    fitting = available_bytes() // PROCESS
+    if num_processes > max(fitting, 1):
+        raise ConfigError(
+            f"--launch {num_processes}: so many processes do not fit into this machine's free memory; it has room for "
+            f"{fitting}, of {PROCESS >> 20} MiB each before they train anything"
+        )
+    check_output(asked, is_new="--resume" not in flags, force="--force" in flags)
+    if "--resume" not in flags:  # a run that goes on shares its batch anew
+        check_shares(asked.data.batch_size, asked.parallel.data_size(num_processes), num_processes)
     if asked.memory.limit and "--resume" not in flags:  # else each process finds out what is free, or how to go on
         check_run(asked, num_processes, parse_size(asked.memory.limit))
     arguments = [str(recipe), *(flag for override in overrides for flag in ("--set", override)), *flags]

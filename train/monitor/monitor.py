@@ -77,7 +77,7 @@ class Monitor:
         self._waited_for = waited
         self._unit = unit
         self._flops_per_unit = flops_per_unit
-        self._peak_flops = peak_flops
+        self._peak_flops, self._is_peak_raised = peak_flops, False
         self.progress: Progress = progress or Silent()
         self.last: Record = {}
         self.count, self.learnt, self.seconds = 0, 0, 0.0
@@ -143,6 +143,19 @@ class Monitor:
         """Model FLOPs utilisation at `rate` units a second."""
         return 3 * self._flops_per_unit * rate / self._peak_flops
 
+    def _raise_peak(self, rate: float) -> None:
+        """More than the peak was reached, so that the peak is higher: what is reached at `rate` units a second."""
+        reached = self.mfu(rate)
+        if reached <= 1.0:
+            return
+        self._peak_flops *= reached
+        if not self._is_peak_raised:
+            self.progress.note(
+                f"updates reached {reached:.0%} of the peak that was timed when the run began, as they do where the "
+                "machine was busy then, or where frozen parts save work; MFU is read against the fastest update instead"
+            )
+        self._is_peak_raised = True
+
     def close(self) -> None:
         """Flush and close the sinks."""
         for sink in self._sinks:
@@ -156,6 +169,7 @@ class Monitor:
     def _rates(self) -> Record:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         rate = self._count / seconds
+        self._raise_peak(rate)
         self.count += self._count
         self.learnt += self._learnt
         self.seconds += seconds

@@ -35,7 +35,7 @@ def open_source(settings: SourceSettings) -> Source:
     try:
         there, is_folder = path.exists(), path.is_dir()
     except (OSError, ValueError) as error:  # a name that no file can have
-        raise InputError(f"data.source = {text[:200]!r} cannot be a path ({error!s:.200})") from None
+        raise InputError(f"{text[:200]!r} cannot be a path of samples ({error!s:.200})") from None
     if is_folder:
         files = sorted(
             found for found in path.rglob("*") if found.is_file() and (found.suffix.lower() in TABLES or is_tar(found))
@@ -45,7 +45,7 @@ def open_source(settings: SourceSettings) -> Source:
         names = [str(found.relative_to(path)) for found in files]
         return join([_file(found, settings) for found in files], text, names)
     if not there:
-        raise InputError(f"data.source = {text} does not exist; name a folder or file with samples")
+        raise InputError(f"{text} does not exist; name a folder or file with samples")
     return _file(path, settings)
 
 
@@ -80,4 +80,4 @@ def _file(path: Path, settings: SourceSettings) -> Source:
     if suffix in ARRAYS:
         return read_arrays(path, settings.labels)
     kinds = ", ".join((*TABLES, *TARS, *ARRAYS))
-    raise InputError(f"data.source = {path} is no folder and no {kinds} file; give one of these or FILE.py:FUNCTION")
+    raise InputError(f"{path} is no folder and no {kinds} file; give one of these or FILE.py:FUNCTION")

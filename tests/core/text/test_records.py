@@ -126,7 +126,7 @@ def test_one_bad_byte_costs_its_line_and_another_encoding_the_text(tmp_path: Pat
     (damage,) = read_records(path, "a.txt")
     assert isinstance(damage, Damage)
     assert not damage.part
-    assert "of line 1, and 5 of 6 lines are so; convert it" in damage.reason
+    assert "in line 1, and 5 of 6 lines are so; convert it" in damage.reason
     write(path, "né\n".encode("utf-16"))
     (damage,) = read_records(path, "a.txt")
     reason = "cannot be read as UTF-8: it is UTF-16; convert it, for example by iconv -f utf-16 -t utf-8"
@@ -247,3 +247,8 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe.txt", Path("/dev/zero")):
         with pytest.raises(InputError, match="is no regular file, and is not read"):
             list(read_records(path, "pipe"))
+
+
+def test_a_file_full_of_nul_is_no_text_of_another_encoding(tmp_path: Path) -> None:
+    (damage,) = read_records(write(tmp_path / "a.txt", b"a\0b\n" * 4 + b"whole"), "a.txt")
+    assert damage == Damage("a.txt", "holds the character NUL in line 1, and 4 of 5 lines are so; leave it out")

@@ -70,3 +70,25 @@ def test_what_cannot_be_embedded_is_one_line(folder: Path) -> None:
             embedder.embed_images(bad)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="there is no text"):
         embedder.embed_texts([])
+
+
+def test_what_is_no_file_and_no_text_is_named(folder: Path) -> None:
+    embedder = load_embedder(folder)
+    file = io.BytesIO()
+    Image.fromarray(pixels(1)[0].transpose(1, 2, 0)).save(file, "PNG")
+    assert embedder.embed_images(file.getvalue()).shape == (1, 12)
+    for images, said in (
+        (["cat.png"], r"image 0 is str; give the bytes of files, as open\(path, 'rb'\).read\(\) gives them"),
+        ([file.getvalue(), None], "image 1 is NoneType; give the bytes"),
+        (3, "image 0 is int; give the bytes"),
+        ([file.getvalue(), b"hello"], "image 1 cannot be read: it is no JPEG or PNG"),
+    ):
+        with pytest.raises(InputError, match=said):
+            embedder.embed_images(images)  # type: ignore[arg-type]
+    for texts, said in (
+        (None, "text 0 is NoneType; give a str"),
+        (["a", 3], "text 1 is int; give a str"),
+        (["a", "b", "no \ud800"], r"text 2 cannot be written in UTF-8 \(surrogates not allowed at sign 3\)"),
+    ):
+        with pytest.raises(InputError, match=said):
+            embedder.embed_texts(texts)  # type: ignore[arg-type]

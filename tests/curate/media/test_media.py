@@ -213,6 +213,7 @@ def animated() -> bytes:
         ("a.wav", lambda: b"RIFFxxxxWAVE", "is no recording|holds no sound"),
         ("a.wav", lambda: sound(0.0), "holds no sound"),
         ("a.flac", lambda: sound()[:20], "is no recording|holds no sound"),
+        ("a.wav", lambda: sound()[:3000], "is a broken WAV file: it ends after 2,956 of"),
         ("a.mp3", lambda: b"\0" * 300, "is no recording"),
     ],
 )

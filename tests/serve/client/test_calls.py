@@ -49,3 +49,12 @@ def test_an_answer_of_a_model_of_another_kind_is_told_as_one(kind: str, given: A
 def test_images_are_bytes_and_no_paths(images: Any) -> None:
     with pytest.raises(TypeError, match=r"images must be the bytes of files, .* not (str|int)"):
         build_request("llm", "<image>", None, {"images": images}, stream=False)
+
+
+def test_what_is_no_text_and_no_dictionary_is_told_as_such() -> None:
+    for texts in (None, 3, [], ["a", None]):
+        with pytest.raises(RequestError, match="texts must be one text or a list of one or more"):
+            calls.embed(None, SETTINGS, texts, 1.0, "")
+    for inputs in (None, 3, [np.zeros(3)], {}):
+        with pytest.raises(RequestError, match="give the model's inputs in a dictionary, by name"):
+            calls.infer(None, SETTINGS, inputs, 1.0, "")  # type: ignore[arg-type]

@@ -14,12 +14,13 @@ from PIL import Image
 
 from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
-from penjing.core.errors import ConfigError, OverloadedError, RequestError
+from penjing.core.errors import ConfigError, InputError, OverloadedError, RequestError
 from penjing.serve.engine.config import EngineConfig
 from penjing.serve.engine.engine import LLMEngine
 from penjing.serve.engine.loop import EngineLoop
 from penjing.serve.engine.prepare import PreparedRequest
 from penjing.serve.engine.request import Request, RequestOutput
+from penjing.serve.generate import generate_to_terminal
 from penjing.serve.runner.load import load_engine, make_engine
 from penjing.serve.runner.model_step import ModelStep
 from penjing.serve.sampling.params import SamplingParams
@@ -333,3 +334,12 @@ def test_generate_takes_images(folder: Path, theirs: Any, tmp_path: Path, capsys
     assert tokenizer.decode(wanted(theirs, f"{TOKEN}what?", [1], 3)) == shown[0].removesuffix("\n")
     assert _run([*common, "what?", "--image", str(tmp_path / "none.png")]) != 0
     assert "none.png cannot be read" in capsys.readouterr().err
+
+
+def test_the_command_names_the_file_of_an_image_that_it_cannot_read(tmp_path: Path) -> None:
+    write_seeing(tmp_path / "model")
+    (tmp_path / "good.png").write_bytes(encoded(picture()))
+    (tmp_path / "notes.png").write_text("text")
+    files = [tmp_path / "good.png", tmp_path / "notes.png"]
+    with pytest.raises(InputError, match=rf"^the image {files[1]} cannot be read: it is no JPEG or PNG image"):
+        generate_to_terminal(tmp_path / "model", "in the", {"max_tokens": 2}, images=files)

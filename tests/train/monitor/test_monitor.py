@@ -5,6 +5,7 @@ import math
 import re
 import socket
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,20 +48,28 @@ class Told(Silent):
         self.lines.append(text)
 
 
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
 def values(loss: float) -> Record:
     return {"loss": loss, "gradient_norm": 1.0, "learning_rate": 1e-3}
 
 
 def test_records_carry_rates_every_so_often() -> None:
     kept = Kept()
-    monitor = Monitor(Alarms(AlarmConfig()), [kept], every=3, unit="tokens", flops_per_unit=2.0, peak_flops=1e6)
+    monitor = Monitor(Alarms(AlarmConfig()), [kept], every=3, unit="tokens", flops_per_unit=2.0, peak_flops=1e12)
     monitor.start(0, 7)
     for step in range(1, 8):
         monitor.on_step(step, 7, values(1.0), 50, 0.0, False)
     assert [record["step"] for record in kept.records] == [1, 3, 6, 7]
     record = kept.records[-1]
     assert record["tokens_per_s"] * record["step_s"] == pytest.approx(50, rel=1e-6)
-    assert record["mfu"] == pytest.approx(3 * 2.0 * record["tokens_per_s"] / 1e6)
+    assert record["mfu"] == pytest.approx(3 * 2.0 * record["tokens_per_s"] / 1e12)
     assert 0 < record["memory_share"] < 1
 
 
@@ -337,3 +346,17 @@ def test_a_full_disk_is_one_error_of_each_sink(tmp_path: Path) -> None:
 def test_attention_of_shared_heads_is_counted_for_each_query() -> None:
     q, shared = torch.Size((1, 4, 8, 16)), torch.Size((1, 2, 8, 16))
     assert _cpu_attention_flops(q, shared, shared) == _cpu_attention_flops(q, q, q) == 2 * 2 * 4 * 8 * 8 * 16
+
+
+def test_no_update_reaches_more_than_the_peak() -> None:
+    kept, told = Kept(), Notes()
+    monitor = Monitor(
+        Alarms(AlarmConfig()), [kept], every=1, unit="tokens", flops_per_unit=2.0, peak_flops=1.0, progress=told
+    )
+    for step in (1, 2, 3):
+        monitor._since = time.perf_counter() - step  # each takes a second longer
+        monitor.on_step(step, 3, values(1.0), 10, 0.0, False)
+    assert [round(record["mfu"], 2) for record in kept.records] == [1.0, 0.5, 0.33]
+    (note,) = told.notes
+    assert "6000% of the peak that was timed when the run began" in note
+    assert monitor.mfu(monitor.count / monitor.seconds) == pytest.approx(0.5, abs=0.01)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from penjing.core.config import load_recipe
 from penjing.core.errors import ConfigError
+from penjing.core.progress import Silent
 from penjing.train import run
 from penjing.train.checks import check_machine
 from penjing.train.launch.launch import launch
@@ -17,6 +19,9 @@ from penjing.train.plan.planner import plan_recipe
 from penjing.train.plan.preflight import check_rank_memory, check_recipe, recipe_run
 from penjing.train.processes.world import World
 from penjing.train.recipe.recipe import TrainRecipe
+
+if TYPE_CHECKING:
+    from penjing.train.families.base import Task
 
 LARGE = Path(__file__).parents[3] / "recipes" / "decoder-1b.toml"
 GIB = 2**30
@@ -150,3 +155,17 @@ def test_each_process_refuses_it_too(recipe, monkeypatch):
     monkeypatch.setattr(run, "memory_limit", lambda device, num_local: 200 * 2**10)
     with pytest.raises(ConfigError, match=r"a rank needs .*raise parallel\.zero"):
         run.train(recipe)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["parallel.micro_batches=5"], r"micro_batches=5 does not divide the 8 micro-batches of data.micro_batch=1 "),
+        (["parallel.schedule=1f1b", "parallel.micro_batches=1"], r"cannot run 1 micro-batches of .* as many micro-"),
+    ],
+)
+def test_a_run_that_goes_on_is_refused_before_it_builds_a_model(recipe, overrides, reason):
+    given = load_recipe(TrainRecipe, recipe, ["parallel.pp=2", "data.batch_size=8", *overrides])
+    begun = run._Run(given, cast("Task", None), World(), Silent())  # a task that nobody may ask
+    with pytest.raises(ConfigError, match=reason):
+        begun._cut({"micro_batch": 8, "shares": 1})

@@ -375,3 +375,13 @@ def test_code_of_the_users_that_ends_the_program(code: str, said: str, tmp_path:
     (tmp_path / "a.py").write_text(code)
     with pytest.raises(InputError, match=said):
         opened(f"{tmp_path / 'a.py'}:f")
+
+
+def test_no_setting_is_named_that_may_not_have_been_written(tmp_path: Path) -> None:
+    """`data.images`, `evaluate.source`, --source and data=… of the Python door name samples, too."""
+    (tmp_path / "notes.txt").write_text("no samples")
+    for name, said in (("nope", "does not exist; name a folder"), ("notes.txt", "is no folder and no .parquet, ")):
+        settings = SourceSettings.model_validate({"images": str(tmp_path / name)})
+        with pytest.raises(InputError, match=rf"^{tmp_path}/{name} {said}") as caught:
+            open_source(settings)
+        assert "data.source" not in str(caught.value)
