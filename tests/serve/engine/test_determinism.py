@@ -17,6 +17,7 @@ from penjing.serve.engine.request import Request
 from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import CONTEXT, CONVOLUTIONS, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
 
+pytestmark = pytest.mark.xdist_group("determinism")  # what all share is made once
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
 
