@@ -37,9 +37,8 @@ install: $(STAMP) ## make the environment (.venv)
 demo: $(STAMP) ## import SmolLM2-135M, compress it to INT8, serve it from Triton server, stream answers
 	$(BIN)/python docs/examples/demo.py
 
-test: $(STAMP) ## the tests (two processes; then, alone, those that time a real server)
-	$(PYTEST) -n 2 --dist loadgroup --ignore tests/serve/triton || $(AGAIN)
-	$(PYTEST) tests/serve/triton || $(AGAIN)
+test: $(STAMP) ## the tests (two processes; what fails runs once more, alone)
+	$(PYTEST) -n 2 --dist loadgroup || $(AGAIN)
 
 $(VENV)/.browser: $(STAMP)
 	@command -v chromium >/dev/null || { echo 'error: no chromium here; try: apt-get install chromium'; exit 1; }
@@ -50,8 +49,7 @@ test-page: $(VENV)/.browser ## the page at / in Debian's Chromium, before a real
 	$(PYTEST) tests/serve/front/test_page_in_browser.py
 
 test-full: $(STAMP) ## the tests with their long variants
-	$(PYTEST) -n 2 --dist loadgroup -m "" --ignore tests/serve/triton
-	$(PYTEST) -m "" tests/serve/triton
+	$(PYTEST) -n 2 --dist loadgroup -m ""
 
 sanitize: $(STAMP) ## the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer
 	PYTHON=$(BIN)/python bash tests/kernels/sanitize.sh

@@ -86,7 +86,27 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """What was imported stays: a million objects, which each full search for garbage went through for a second."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_survives_the_machine() -> Iterator[None]:
+    """Files are not flushed to the disk: a test waits for that, often behind what others write, and a process that is
+    killed loses nothing by it. Tests of flushing put their own function there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_short_way_through_the_gate() -> Iterator[None]:
+    """Each decoder that is compressed continues its prompts by 4 tokens instead of 12, once as it is made and once as
+    it is verified: every layer is compared at dozens of places all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("decoder.parity", "quantizers.decoder"):
+            patch.setattr(f"penjing.compress.{module}.CONTINUATION", 4)
+        yield
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from pydantic import BaseModel
 
 from penjing.core import cli
 
+pytestmark = pytest.mark.xdist_group("architecture")  # whose files are parsed once
+
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "kernels": {"kernels"},
@@ -112,6 +114,7 @@ def module_name(path: Path) -> str:
     return ".".join(("penjing", *parts)).removesuffix(".__init__")
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

@@ -5,6 +5,8 @@
 namespace penjing {
 namespace {
 constexpr size_t HUGE_PAGE = size_t{2} << 20;
+// Less would fill a huge page with zeros, and take it, for a few small pages, which stream as well.
+constexpr size_t LEAST_ON_HUGE = size_t{128} << 10;
 size_t whole_pages(size_t bytes) { return (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 }  // namespace
 
@@ -20,7 +22,7 @@ void* allocate_pages(size_t bytes) {
     if (raw_end > end) munmap(reinterpret_cast<void*>(end), raw_end - end);
 #ifdef MADV_HUGEPAGE
     // A request: where the system refuses, small pages serve (a third slower to stream).
-    madvise(reinterpret_cast<void*>(aligned), wanted, MADV_HUGEPAGE);
+    if (bytes >= LEAST_ON_HUGE) madvise(reinterpret_cast<void*>(aligned), wanted, MADV_HUGEPAGE);
 #endif
     return reinterpret_cast<void*>(aligned);
 }

@@ -176,12 +176,21 @@ def test_physical_cores_are_within_the_affinity() -> None:
     assert 1 <= thread_rules.physical_cores() <= len(os.sched_getaffinity(0))
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@needs_extension
+def test_small_tensors_take_no_huge_pages() -> None:
+    kernels, before = the_extension(), resident()
+    tensors = [kernels.empty_pages((64, 64), torch.uint8).fill_(1) for _ in range(64)]
+    assert resident() - before < 16 << 20
+    assert all(tensor.data_ptr() % 2**21 == 0 for tensor in tensors)
+
+
 @needs_extension
 def test_pages_are_zero_aligned_and_freed() -> None:
     kernels = the_extension()
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
     for _ in range(8):

@@ -63,9 +63,9 @@ def write(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def taught(tiny_checkpoint: Path) -> torch.nn.Module:
-    """A decoder that has begun to learn the language."""
+    """A decoder that has begun to learn the language. Read only; tests that take it are the group "taught"."""
     model = load_model(tiny_checkpoint).model.requires_grad_(True)
     learn(model, 60, 5e-3, lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
     return model.requires_grad_(False)

@@ -174,6 +174,7 @@ def test_gradients_are_those_of_the_integers_and_of_the_grid(scheme: Scheme) -> 
         torch.testing.assert_close(made.shift.grad, by_group.sum(-1) * scale * 80.0, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.xdist_group("taught")
 @pytest.mark.parametrize("scheme", GRIDS)
 def test_training_beats_the_calibrated_start_on_what_it_never_saw(scheme: Scheme, taught: Any) -> None:
     """Nats a token from the floating network's answers."""

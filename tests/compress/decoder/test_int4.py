@@ -36,6 +36,7 @@ from penjing.kernels.int4_linear import unpack_int4
 from tests.compress.conftest import write_recipe
 from tests.compress.decoder.test_compensate import correlated
 
+pytestmark = pytest.mark.xdist_group("int4")  # what all share is made once
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.keep_int8=['*.1.mlp.down_proj']"]
 FOUR += ["guard.perplexity_ratio=9", "steps.0.transform.search_steps=8"]
 

@@ -27,6 +27,7 @@ from tests.core.models.paged_decoder import Pages
 from tests.core.runtime.test_fused import BLOCK_SIZE, fuse, fused_step
 from tests.kernels.cpu import needs_extension
 
+pytestmark = pytest.mark.xdist_group("int8-embedding")  # what all share is made once
 EIGHT = ["steps.0.embedding_dtype=int8", "guard.perplexity_ratio=9", "steps.0.rounding=nearest"]
 PLAIN = ["steps.0.transform.rotate=false", "steps.0.transform.search_steps=0"]
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.offsets=true"]

@@ -20,6 +20,8 @@ from penjing.core.models.attention import causal_attention
 from penjing.core.text.corpus import calibration_windows
 from tests.compress.conftest import write_recipe
 
+pytestmark = pytest.mark.xdist_group("kv-scales")  # what all share is made once
+
 
 @pytest.fixture(scope="module")
 def with_scales(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:

@@ -163,6 +163,7 @@ def test_a_scale_s_gradient_is_the_paper_s_and_where_all_is_clipped_a_finite_dif
     assert float(made.growth.grad[0]) == pytest.approx(slope, rel=1e-3)
 
 
+@pytest.mark.xdist_group("taught")
 @pytest.mark.parametrize(("bits", "rate", "share"), [(8, 5e-5, 0.9), (3, 1e-4, 0.4)])
 def test_training_beats_the_calibrated_start_on_what_it_never_saw(
     bits: int, rate: float, share: float, taught: torch.nn.Module, monkeypatch: pytest.MonkeyPatch

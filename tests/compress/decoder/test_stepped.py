@@ -28,6 +28,7 @@ from tests.compress.conftest import write_recipe
 from tests.compress.decoder.test_compensate import correlated
 from tests.compress.decoder.test_int4 import FOUR, draw
 
+pytestmark = pytest.mark.xdist_group("stepped")  # what all share is made once
 WHOLE = [*FOUR, 'steps.0.scales="whole"']
 ABOVE = 'steps.0.zero_points=["*.down_proj"]'  # of layers in steps and, by FOUR, of one in 8 bits
 UP = "model.layers.0.mlp.up_proj"

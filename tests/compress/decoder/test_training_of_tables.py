@@ -62,7 +62,7 @@ def train(
     "more",
     [
         [],
-        FOUR,
+        pytest.param(FOUR, marks=pytest.mark.full),  # "turned" has four bits too
         ["steps.0.transform.smooth_norm=0.5"],
         [*FOUR, "steps.0.transform.hadamard_table=32"],
     ],

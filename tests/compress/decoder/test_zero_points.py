@@ -13,6 +13,8 @@ from penjing.compress.run import run_recipe
 from penjing.core.checkpoint.load import load_model
 from penjing.core.progress import Silent
 
+pytestmark = pytest.mark.xdist_group("zero-points")  # what all share is made once
+
 
 @pytest.fixture(scope="module")
 def artifact(tiny_int8: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

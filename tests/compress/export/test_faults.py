@@ -20,6 +20,8 @@ from penjing.core.files import publish_folder
 from penjing.core.progress import Silent
 from tests.compress.quantize.folders import image_data, vision_folder
 
+pytestmark = pytest.mark.xdist_group("export-faults")  # what all share is made once
+
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -197,9 +197,23 @@ def test_what_has_no_form_in_onnx_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "a.onnx").exists()
 
 
-@pytest.mark.parametrize(("mode", "axes"), [("linear", 1), ("linear", 2), ("linear", 3), ("cubic", 2)])
+RULES = [("scales", "half_pixel"), ("sizes", "half_pixel"), ("sizes", "align_corners")]
+RESIZED = [
+    (mode, axes, *rule) for mode, axes in (("linear", 1), ("linear", 2), ("linear", 3), ("cubic", 2)) for rule in RULES
+]
+# Images by each rule; what has one axis or three, and curves, by one or two: the others are long variants.
+BY_DEFAULT = [
+    *RESIZED[3:6],
+    ("linear", 1, *RULES[1]),
+    ("linear", 3, *RULES[0]),
+    ("cubic", 2, *RULES[0]),
+    ("cubic", 2, *RULES[2]),
+]
+
+
 @pytest.mark.parametrize(
-    ("by", "rule"), [("scales", "half_pixel"), ("sizes", "half_pixel"), ("sizes", "align_corners")]
+    ("mode", "axes", "by", "rule"),
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.full) for case in RESIZED],
 )
 def test_an_imported_file_is_resized_as_it_says(mode: str, axes: int, by: str, rule: str, tmp_path: Path) -> None:
     """Places followed from the sizes where a factor was given, which are cut off to integers."""

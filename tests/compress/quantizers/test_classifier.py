@@ -24,6 +24,8 @@ from penjing.core.manifest import write_manifest
 from penjing.core.progress import Silent
 from tests.compress.quantize.folders import image_data, image_set, vision_folder
 
+pytestmark = pytest.mark.xdist_group("classifier")  # what all share is made once
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -174,7 +174,7 @@ def learning(folder: Path, rate: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("head", ["its own", "the table", "parted"])
+@pytest.mark.parametrize("head", ["its own", "the table", pytest.param("parted", marks=pytest.mark.full)])
 def test_training_in_int8_begins_with_what_was_calibrated(folder: Path, tmp_path: Path, head: str) -> None:
     """Decoder, transformer and projection. Turned, the decoder has a head of its own; else it is the embedding, which
     in INT8 does not learn, or it is rounded apart from it."""

@@ -92,7 +92,7 @@ def test_heads_of_another_count_than_the_file_says_are_refused(tmp_path: Path, t
 
 
 @needs_extension
-@pytest.mark.parametrize(("case", "bound"), [("laguna", 0.8), ("afmoe", 0.5)])
+@pytest.mark.parametrize(("case", "bound"), [("laguna", 0.8), pytest.param("afmoe", 0.5, marks=pytest.mark.full)])
 def test_four_bits(case: str, bound: float, tmp_path: Path, tiny_checkpoint: Path) -> None:
     kind, changes, _ = EXPERT_CASES[case]
     wide = {

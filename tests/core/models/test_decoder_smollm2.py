@@ -58,7 +58,7 @@ def greedy(model: Decoder, prompts: list[list[int]]) -> tuple[list[list[int]], l
 
 
 @pytest.mark.xdist_group("smollm2")
-@pytest.mark.parametrize("texts", [PROMPTS[::3], pytest.param(PROMPTS, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("texts", [PROMPTS[::5], pytest.param(PROMPTS, marks=pytest.mark.full)], ids=["some", "all"])
 @torch.inference_mode()
 def test_logits_and_64_greedy_tokens_equal_transformers(smollm2: Path, texts: list[str]) -> None:
     from transformers import AutoModelForCausalLM
@@ -76,6 +76,6 @@ def test_logits_and_64_greedy_tokens_equal_transformers(smollm2: Path, texts: li
         # Logits reach 45. Against float64, transformers' own are off by up to 0.9e-4 and those of the C++ kernels by
         # 1.1e-4; the torch path sums in the order of transformers and stays nearer to it.
         assert (ours - expected).abs().max() <= 2e-4
-        if index % 4 == 0:
+        if index % 3 == 0:
             with force_torch():
                 assert (loaded.model(ids)[0] - expected).abs().max() <= 1e-4

@@ -17,6 +17,7 @@ from penjing.serve.engine.request import Request
 from penjing.serve.sampling.params import SamplingParams
 from tests.serve.tiny import CONTEXT, CONVOLUTIONS, DEFAULTS, ids_of, run_all, tiny_engine, tiny_model
 
+pytestmark = pytest.mark.xdist_group("determinism")  # what all share is made once
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "repetition_penalty": 1.2}
 
@@ -101,7 +102,8 @@ def test_a_batch_of_32(loaded: LoadedModel, alone: Answers) -> None:
 @pytest.mark.parametrize("budget", [1, 5, 32])
 def test_chunks_of_any_size(loaded: LoadedModel, alone: Answers, budget: int) -> None:
     engine = tiny_engine(loaded, max_num_batched_tokens=budget, max_num_sequences=min(budget, 6))
-    assert answers(engine, requests_of()) == alone
+    requests = requests_of()[:: 3 if budget == 1 else 1]  # a step a token takes long
+    assert answers(engine, requests) == {request.request_id: alone[request.request_id] for request in requests}
 
 
 def test_cache_hits(loaded: LoadedModel, alone: Answers) -> None:

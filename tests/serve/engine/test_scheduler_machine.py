@@ -128,13 +128,13 @@ def run_machine(num_examples: int) -> None:
     )
 
 
-def test_100_000_random_operations_keep_every_invariant_and_leak_nothing() -> None:
-    run_machine(310)
-    assert SchedulerMachine.num_operations >= 100_000
-    # 670 to 1,960: hypothesis draws numbers that stand in modules too, so that it matters which are imported.
-    assert SchedulerMachine.num_preemptions > 200, "the machine must reach preemption"
-    assert SchedulerMachine.num_hits > 1000, "the machine must reach prefix hits"
-    assert SchedulerMachine.num_accepted > 1000, "the machine must reach guesses that come true"
+def test_30_000_random_operations_keep_every_invariant_and_leak_nothing() -> None:
+    run_machine(140)
+    assert SchedulerMachine.num_operations >= 30_000
+    # 670 to 1,960 in 100,000: hypothesis draws numbers of modules too, so that it matters which are imported.
+    assert SchedulerMachine.num_preemptions > 60, "the machine must reach preemption"
+    assert SchedulerMachine.num_hits > 300, "the machine must reach prefix hits"
+    assert SchedulerMachine.num_accepted > 300, "the machine must reach guesses that come true"
 
 
 @pytest.mark.full

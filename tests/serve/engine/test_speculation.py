@@ -34,6 +34,7 @@ from tests.serve.tiny import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.xdist_group("speculation")  # what all share is made once
 PATHS = ["fp32", "int8", "window", "fp32-torch", "kv-int8", "key-blocks", "conv", "conv-torch"]
 
 KEY_BLOCKS: dict[str, Any] = {

@@ -19,6 +19,8 @@ from penjing.train.run import train
 from tests.serve.triton.serving import Served, serving
 from tests.train.align.test_rollouts import CODE, RECIPE
 
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("triton")]
+
 KILLS = """
 import os, pathlib
 

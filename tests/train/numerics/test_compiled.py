@@ -103,7 +103,8 @@ def test_layers_that_see_unlike_have_a_graph_each() -> None:
 
 
 def test_more_unlike_layers_than_torch_compiles_by_itself_have_a_graph_each() -> None:
-    widths = tuple(range(16, 96, 8))
+    widths = (16, 24, 32)
     model = Decoder(tiny_config(num_hidden_layers=len(widths), intermediate_size=widths[-1], intermediate_sizes=widths))
-    learn(compiled(model), torch.arange(12).view(2, 6))
-    assert graphs() == len(widths) > torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=2):
+        learn(compiled(model), torch.arange(12).view(2, 6))
+        assert graphs() == len(widths) > torch._dynamo.config.recompile_limit

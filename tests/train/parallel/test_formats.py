@@ -91,9 +91,9 @@ FOUR_MIXED: dict[str, dict[str, Any]] = {
 # Nothing is compiled in the one process.
 COMPILED: dict[str, dict[str, Any]] = {
     "zero 3 in bf16, compiled": {"parallel": {"zero": 3}, "precision": {"mode": "bf16"}, "optimizer": "adamw"},
-    "tp 2 with sequence, compiled": {"parallel": {"tp": 2, "sequence": True}},
 }
 MORE_COMPILED: dict[str, dict[str, Any]] = {
+    "tp 2 with sequence, compiled": {"parallel": {"tp": 2, "sequence": True}},
     "zero 2, recomputed, compiled": {"parallel": {"zero": 2}, "recompute": "full"},
     "zero 3, recomputed, compiled": {"parallel": {"zero": 3}, "recompute": "full"},
     "zero 3, compiled by inductor": {"parallel": {"zero": 3}, "compile": "inductor"},
