@@ -24,6 +24,7 @@ from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.kernels.screen import Screen
+from penjing.kernels.step_checks import check_layers
 from penjing.kernels.step_fill import describe_screen, fill_layers, optional_vector
 from penjing.kernels.step_layers import (
     AnyLinear,
@@ -31,7 +32,6 @@ from penjing.kernels.step_layers import (
     Int8Table,
     LayerWeights,
     Packer,
-    check_layers,
     groups_of,
     projections,
     size,

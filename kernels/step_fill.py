@@ -19,7 +19,7 @@ from penjing.kernels.step_layers import LayerWeights, Packer, fill_experts, gate
 def fill_layers(
     layers: Sequence[LayerWeights], packer: Packer, hidden: int, num_heads: int, head_dim: int
 ) -> ctypes.Array[abi.Layer]:
-    """Pack the weights of `layers`, which `step_layers.check_layers` has seen.
+    """Pack the weights of `layers`, which `step_checks.check_layers` has seen.
 
     Raises:
         ValueError: vectors that do not fit.
@@ -59,7 +59,7 @@ def _fill(out: abi.Layer, layer: LayerWeights, packer: Packer, hidden: int, num_
     out.activation = len(ACTIVATIONS) if clamped else ACTIVATIONS.index(layer.activation)
     out.gated = layer.up is not None
     out.curve[:] = layer.curve
-    out.parallel = layer.parallel
+    out.parallel, out.scale = layer.parallel, layer.scale
     if layer.experts is not None:
         fill_experts(out, layer, packer)
     else:
@@ -73,6 +73,7 @@ def _fill(out: abi.Layer, layer: LayerWeights, packer: Packer, hidden: int, num_
         out.k_norm = vector(layer.k_norm, size(layer.k)[0] if whole else head_dim)
         if whole and (layer.q_norm is None or layer.k_norm is None or layer.norm_rotated):
             raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
+        out.v_norm = vector(layer.v_norm, head_dim)
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         out.sinks = vector(layer.sinks, num_heads)
     if layer.head_gate is not None:

@@ -97,7 +97,7 @@ class _Layers:
     def _say_unsmoothed(self) -> None:
         alpha = self.settings.transform.smooth_down
         moe = self.config.moe
-        clamped = moe is not None and moe.activation != "silu"
+        clamped = moe is not None and moe.activation == "clamped_swiglu"
         absorbs = self.config.mlp_gated or self.config.inner_norms
         if alpha > 0 and (clamped or not absorbs):
             what = "the experts have an activation of their own" if clamped else "the MLPs have no gate"
@@ -185,7 +185,7 @@ class _Layers:
         found: dict[str, Tensor] = {}
         if self.rotations is not None:
             found = {RESIDUAL: rotation_signs(self.rotations.residual_EE)}
-            if self.config.attention_gate != "channel":
+            if self.config.rotates_values:
                 found[HEAD_ROTATION] = rotation_signs(self.rotations.head_DD)
         for layer in range(self.config.num_hidden_layers):
             changes = self.tasks.load(_changes_name(layer))

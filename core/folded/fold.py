@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.config import DecoderConfig
@@ -16,6 +19,54 @@ Values = dict[str, Any]
 LARGEST = 1e18  # of a factor: its square is still a float32, and an integer of hundreds of digits is none
 _PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_TYPES = ("mixtral", "qwen3_moe", "dots1", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """How the heads of a layer are stored, where layers differ: smaller ones get zeros behind each of their halves, and
+    fewer heads of keys and values are repeated.
+
+    Attributes:
+        size: dimensions of a head there.
+        keys: heads of keys and values there.
+        values_are_keys: values come from the matrix of the keys.
+    """
+
+    size: int
+    keys: int
+    values_are_keys: bool = False
+
+    def as_ours(self, size: int, keys: int, dim: int, of_keys: bool) -> Stretched | None:
+        """What makes of a tensor, whose heads stand along `dim`, one of heads of `size`, and of `keys` if it is
+        `of_keys`; None where it is one."""
+        repeats = keys // self.keys if of_keys else 1
+        return None if (self.size, repeats) == (size, 1) else Stretched(dim, self.size, size, repeats)
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """Heads along `dim` of a tensor, of `there` dimensions, that become `repeats` times as many of `whole`."""
+
+    dim: int
+    there: int
+    whole: int
+    repeats: int = 1
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that it gets; as it is where it is none of such heads."""
+        if len(shape) <= self.dim:
+            return shape
+        heads, rest = divmod(shape[self.dim], self.there)
+        found = heads * self.repeats * self.whole
+        return shape if rest else (*shape[: self.dim], found, *shape[self.dim + 1 :])
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """The tensor so."""
+        halves = tensor.unflatten(self.dim, (-1, 2, self.there // 2))
+        sizes = list(halves.shape)
+        sizes[self.dim + 2] = (self.whole - self.there) // 2
+        halves = torch.cat((halves, halves.new_zeros(sizes)), self.dim + 2)
+        return halves.repeat_interleave(self.repeats, self.dim).flatten(self.dim, self.dim + 2)
 
 
 @dataclass(frozen=True)
@@ -50,8 +101,16 @@ class Fold:
         more_layers: the folder has layers beyond those of the network, which guess further tokens.
         heads: of each layer the heads of queries that it has there, where some have fewer than others; those it lacks
             are zeros here, which give nothing.
+        layer_heads: how the heads of each layer are stored, where layers differ.
+        plain_values: norms of values have no weights there.
+        reads: module of ours → the vector of its layer by which it multiplies what the norm before the MLP leaves,
+            where that norm has no weight there; ours has the vector of `main_reader`.
+        main_reader: one of `reads`.
+        gains: module of ours, of experts → the vector that has a factor of each.
+        router: factor of the router's weights.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
-        apart: beginnings of names of what guesses further tokens.
+        apart: beginnings of names of what guesses further tokens, or sees.
+        left_out: what a user is told of those.
     """
 
     config: DecoderConfig
@@ -80,6 +139,13 @@ class Fold:
     first_position: int = 0
     more_layers: bool = False
     heads: tuple[int, ...] = ()
+    layer_heads: tuple[LayerHeads, ...] = ()
+    plain_values: bool = False
+    reads: dict[str, str] = field(default_factory=dict)
+    main_reader: str = ""
+    gains: dict[str, str] = field(default_factory=dict)
+    router: float = 1.0
+    left_out: str = ""
     unused: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
 

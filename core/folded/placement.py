@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Fold
+from penjing.core.folded.fold import Fold, Stretched
 from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.models.tensor_names import tensor_shapes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
+_NORMED = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.v_norm")
 _OUT = "self_attn.o_proj.weight"
 _MLP = ("gate_proj", "up_proj")
 _TABLES = ("embed_tokens", "embed_positions")
+_BEFORE_MLP = "post_attention_layernorm"
 _MLPS = ("mlp", "mlp.shared_experts")
 WRITERS = ("self_attn.o_proj", ".down_proj")
 _OF_EXPERTS = ("mlp.experts.", "mlp.shared_experts.")
-EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _CHOICE = "mlp.e_score_correction_bias"
 _AFTER = ("attention_output_norm.", "mlp_output_norm.")
 _BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
@@ -113,7 +115,8 @@ class Placement:
     def holds(self, name: str) -> bool:
         """Whether the tensor `name` is stored; the others are 1 or, of one with centred norms, 0 at first."""
         if not self.fold.centred:
-            return not (self.fold.plain_norms and name.endswith("norm.weight"))
+            plain = self.fold.plain_norms and name.endswith("norm.weight")
+            return not (plain or (self.fold.plain_values and name.endswith(".v_norm.weight")))
         module, _, kind = name.rpartition(".")
         if module.endswith("norm"):
             part = "norm" if kind == "weight" else "shift"
@@ -133,13 +136,38 @@ class Placement:
             return tensor.flatten()
         tensor = tensor.t() if self.is_transposed(theirs) else tensor
         changed = self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+        if self.fold.reads:
+            changed = self._read_alike(name, changed, stored)
         missing = self.missing(name)
         return changed if missing is None else missing.added(changed)
 
-    def missing(self, name: str) -> Missing | None:
-        """The heads that the tensor `name` lacks where it is stored."""
+    def _read_alike(self, name: str, tensor: Tensor, stored: Callable[[str], Tensor]) -> Tensor:
+        """A matrix that multiplies what it reads by a vector of its own, where the norm before it does that here."""
+        layer, leaf = split_name(name)
+        module, number = EXPERT.sub("*", leaf.rpartition(".")[0]), EXPERT.search(leaf)
+        if layer is None:
+            return tensor
+        if module == _BEFORE_MLP:
+            return torch.where(tensor == 0, 1.0, tensor)
+        if number is not None and module in self.fold.gains:
+            gain = stored(f"{self.fold.layers}{layer}.{self.fold.gains[module]}")[int(number[0])]
+            return (tensor.double() * gain.double()).float()
+        if module not in self.fold.reads:
+            return tensor
+        own, main = (
+            stored(f"{self.fold.layers}{layer}.{self.fold.reads[each]}").double()
+            for each in (module, self.fold.main_reader)
+        )
+        factor = own / torch.where(main == 0, 1.0, main)
+        return tensor if bool((factor == 1).all()) else (tensor.double() * factor).float()
+
+    def missing(self, name: str) -> Missing | Stretched | None:
+        """What the heads of the tensor `name` lack where it is stored."""
         layer, leaf = split_name(name)
         module = leaf.rpartition(".")[0]
+        if layer is not None and self.fold.layer_heads and (leaf == _OUT or module in (*_QKV, *_NORMED)):
+            size, keys = self.config.head_dim, self.config.num_key_value_heads
+            return self.fold.layer_heads[layer].as_ours(size, keys, int(leaf == _OUT), module in _QKV[1:])
         if layer is None or not self.fold.heads or not (leaf == _OUT or module in _OF_QUERIES):
             return None
         there, whole = self.fold.heads[layer], self.config.num_attention_heads
@@ -183,10 +211,18 @@ class Placement:
                 # it reaches the dimensions that stand still here, and does not there
                 still = rotated >= (fold.rotary or config.head_dim)
                 factor = torch.where(still, 1 / scale, 1.0).double().repeat(many)
-        number = self._factor(layer, leaf)
+        number = self._factor(layer, leaf) * self._of_smaller_heads(layer, leaf)
         if number != 1.0:
             factor = torch.full((1,), number, dtype=torch.float64) if factor is None else factor * number
         return order, factor
+
+    def _of_smaller_heads(self, layer: int | None, leaf: str) -> float:
+        """Factor of what makes a head of zeros, too: as large over all dimensions as over those that are there."""
+        if layer is None or not self.fold.layer_heads:
+            return 1.0
+        grown = (self.config.head_dim / self.fold.layer_heads[layer].size) ** 0.5
+        module = leaf.rpartition(".")[0]
+        return grown if module in _QKV else 1 / grown if module in _NORMED else 1.0
 
     def moved(self) -> list[str]:
         """Linear layers, by their names in a layer, whose inputs or outputs are others than where they are stored."""
@@ -197,6 +233,7 @@ class Placement:
             if layer is None or not leaf.endswith("_proj.weight"):
                 continue
             centred = self.fold.centred and ("shift" in self.fold.stored or module.endswith(WRITERS))
+            centred = centred or EXPERT.sub("*", module) in {**self.fold.reads, **self.fold.gains}
             if centred or self.missing(name) is not None or self.arranged(name) != (None, None):
                 found.add(module)
         return sorted(found)
@@ -216,6 +253,8 @@ class Placement:
             return fold.query
         if leaf.startswith(_AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(WRITERS):
             return fold.residual * (fold.experts if leaf.startswith(_OF_EXPERTS) else 1.0)
+        if leaf == "mlp.gate.weight":
+            return fold.router
         if layer is None and leaf == "model.embed_tokens.weight":
             return fold.embedding
         if layer is None and leaf.endswith("norm.weight"):
@@ -232,6 +271,8 @@ class Placement:
             first = fold.first_position if module == "model.embed_positions" else 0
             rows = Rows(first, first + config.max_position_embeddings) if first else None
             return f"{fold.outside.get(module, module)}.{kind}", rows
+        if fold.layer_heads and module == "self_attn.v_proj" and fold.layer_heads[layer].values_are_keys:
+            module = "self_attn.k_proj"
         if leaf in fold.names:
             return f"{fold.layers}{layer}.{fold.names[leaf]}", None
         rows = None
@@ -270,9 +311,13 @@ class Placement:
         elif fold.more_layers and int(number) >= self.config.num_hidden_layers:
             return []
         else:
-            if whole := [ours for ours, name in fold.names.items() if name == f"{leaf}.{kind}"]:
+            inside = stored.removeprefix(f"{fold.layers}{number}.")
+            if whole := [ours for ours, name in fold.names.items() if name == inside]:
                 return [f"model.layers.{number}.{ours}" for ours in whole]
             own = [each for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
+            here = fold.layer_heads[int(number) : int(number) + 1]
+            if own == ["self_attn.k_proj"] and any(each.values_are_keys for each in here):
+                own.append("self_attn.v_proj")
             found = [f"model.layers.{number}.{each}" for each in own]
         shifts = kind == "bias" and "shift" in fold.stored
         return [f"{each}.{kind}" for each in found if not (shifts and each.endswith("norm"))]

@@ -37,6 +37,11 @@ class FoldedCheckpoint(Checkpoint):
         """See `Placement`."""
         return self._placement.moved()
 
+    @property
+    def left_out(self) -> str:
+        """See `Fold`."""
+        return self._fold.left_out
+
     def _name_in_model(self, stored: str) -> str:
         return stored  # `Fold` has their names
 
@@ -54,7 +59,8 @@ class FoldedCheckpoint(Checkpoint):
         """See `Checkpoint`."""
         if not self._placement.holds(name):
             module, _, kind = name.rpartition(".")
-            norm = self.config.head_dim if module.endswith((".q_norm", ".k_norm")) else self.config.hidden_size
+            of_heads = module.endswith((".q_norm", ".k_norm", ".v_norm"))
+            norm = self.config.head_dim if of_heads else self.config.hidden_size
             return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
         theirs, rows = self._placement.place(name)
         stored = super().shape(theirs)

@@ -44,8 +44,9 @@ class Attend:
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan), rotation around
-    an `Attend`, and an optional gate (Trinity, Laguna) or norm (BitNet) before the last projection."""
+    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan) and of values
+    (Gemma 4), rotation around an `Attend`, and an optional gate (Trinity, Laguna) or norm (BitNet) before the last
+    projection."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -60,6 +61,7 @@ class Attention(nn.Module):
             whole = config.qk_norm_over == "all"
             self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
+        self.v_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.value_norm else None
         self.g_proj = nn.Linear(hidden, config.gate_size, bias=False) if config.attention_gate is not None else None
         self.channels_of_gate = config.head_dim if config.attention_gate == "channel" else 1
         self.gate_function: GateFunction = config.attention_gate_function
@@ -83,6 +85,8 @@ class Attention(nn.Module):
             )
         elif self.qk_norm and not self.norm_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if self.rotated_scale != 1.0:
             cos, sin = cos * self.rotated_scale, sin * self.rotated_scale
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)

@@ -79,6 +79,7 @@ class DecoderConfig(Config):
     qk_norm_rotated: Flag = Field(
         default=False, description="Whether qk_norm comes after the rotation (Hunyuan), not before it."
     )
+    value_norm: Flag = Field(default=False, description="Whether values pass an RMSNorm over a head, too (Gemma 4).")
     norms: Literal["before", "around", "after"] = Field(
         default="before",
         description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
@@ -100,6 +101,9 @@ class DecoderConfig(Config):
     parallel: Flag = Field(
         default=False,
         description="Whether a layer's MLP reads what its attention reads, and both are added (GPT-NeoX, Cohere).",
+    )
+    layer_scales: Flag = Field(
+        default=False, description="Whether what leaves a layer is multiplied by a number of the layer's own (Gemma 4)."
     )
     head_bias: Flag = Field(default=False, description="Whether the output layer has a bias (Phi-2).")
     attention_cap: Number | None = Field(
@@ -302,6 +306,8 @@ class DecoderConfig(Config):
             raise ValueError(f"activation={self.activation!r} is of an MLP without a gate: set mlp_gated=false")
         if self.parallel and self.norms != "before":
             raise ValueError(f"parallel layers have their norms before them, not norms={self.norms!r}")
+        if self.parallel and self.layer_scales:
+            raise ValueError("layer_scales are of layers whose attention and MLP follow each other: not with parallel")
         if self.head_bias and self.tie_word_embeddings:
             raise ValueError("head_bias is of an output layer of its own: set tie_word_embeddings=false")
         return self
@@ -330,6 +336,11 @@ class DecoderConfig(Config):
         """Gates of a token's attention in a layer, 0 where there are none."""
         each = {None: 0, "head": 1, "channel": self.head_dim}[self.attention_gate]
         return each * self.num_attention_heads
+
+    @property
+    def rotates_values(self) -> bool:
+        """Whether a rotation of value heads passes to what reads the attention: gates and norms of channels stop it."""
+        return self.attention_gate != "channel" and not self.value_norm
 
     def is_conv(self, layer: int) -> bool:
         """Whether `layer` has a short convolution in place of attention."""

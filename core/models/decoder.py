@@ -33,7 +33,7 @@ from penjing.kernels.scored_attention import soft_cap
 
 class DecoderLayer(nn.Module):
     """Attention or a short convolution, and MLP or experts, each behind a norm, before one or between two, and added to
-    the residual; with `parallel` both read the residual as it enters the layer."""
+    the residual; with `parallel` both read the residual as it enters the layer. What leaves it may be scaled."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
             latent = config.latent_attention is not None
             self.self_attn = LatentAttention(config, layer) if latent else Attention(config, layer)
         if config.moe is not None and config.is_moe(layer):
-            self.mlp = MoE(config.hidden_size, config.moe)
+            self.mlp = MoE(config.hidden_size, config.moe, config.rms_norm_eps)
         else:
             hidden, inner, eps = config.hidden_size, config.ffn_size(layer), config.rms_norm_eps
             how = config.mlp_bias, config.mlp_hadamard, config.activation, config.mlp_gated
@@ -56,6 +56,7 @@ class DecoderLayer(nn.Module):
         before, after = config.norms != "after", config.norms != "before"
         self.input_layernorm, self.post_attention_layernorm = norm(before), norm(before)
         self.attention_output_norm, self.mlp_output_norm = norm(after), norm(after)
+        self.layer_scale = nn.Parameter(torch.ones(1)) if config.layer_scales else None
         self.parallel = config.parallel
 
     @property
@@ -80,10 +81,11 @@ class DecoderLayer(nn.Module):
         return x + self._attended(x, cos, sin, attend)
 
     def with_mlp(self, x: Tensor) -> Tensor:
-        """The second half: the MLP likewise."""
+        """The second half: the MLP likewise, and what the layer scales."""
         read = x if self.post_attention_layernorm is None else self.post_attention_layernorm(x)
         made = self.mlp(read)
-        return x + (made if self.mlp_output_norm is None else self.mlp_output_norm(made))
+        left = x + (made if self.mlp_output_norm is None else self.mlp_output_norm(made))
+        return left if self.layer_scale is None else left * self.layer_scale.to(left.dtype)
 
     def _attended(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         read = x if self.input_layernorm is None else self.input_layernorm(x)

@@ -112,6 +112,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         norms = (before if config.norms != "after" else ()) + (after if config.norms != "before" else ())
         ordered = {f"{norm}.weight": (hidden,) for norm in norms[:1]} | names
         ordered |= {f"{norm}.weight": (hidden,) for norm in norms[1:]}
+        ordered |= {"layer_scale": (1,)} if config.layer_scales else {}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in ordered.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
@@ -151,6 +152,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.sinks"] = (heads,)
     if config.inner_norms:
         shapes["self_attn.attn_sub_norm.weight"] = (query,)
+    if config.value_norm:
+        shapes["self_attn.v_norm.weight"] = (head_dim,)
     if config.qk_norm:
         whole = config.qk_norm_over == "all"
         sizes = {"q": query if whole else head_dim, "k": key if whole else head_dim}
@@ -180,6 +183,8 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
         shapes |= _gated(f"mlp.experts.{expert}", hidden, moe.moe_intermediate_size, moe.biases)
     if moe.shared_expert_intermediate_size:
         shapes |= _gated("mlp.shared_experts", hidden, moe.shared_expert_intermediate_size)
+    if moe.output_norms:
+        shapes |= {f"mlp.{name}_output_norm.weight": (hidden,) for name in ("experts", "shared")}
     if moe.shared_expert_gate:
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes

@@ -169,6 +169,7 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
         out_norm=_norm(layer.attention_output_norm),
         down_norm=_norm(layer.mlp_output_norm),
         parallel=layer.parallel,
+        scale=1.0 if layer.layer_scale is None else float(layer.layer_scale),
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         window=config.layer_window(index),
     )
@@ -185,6 +186,7 @@ def _attention(attention: nn.Module) -> dict[str, Any]:
         "norm_rotated": attention.norm_rotated,
         "q_norm": attention.q_norm.weight if attention.qk_norm else None,
         "k_norm": attention.k_norm.weight if attention.qk_norm else None,
+        "v_norm": _norm(attention.v_norm),
         "attended_norm": _norm(attention.attn_sub_norm),
         "sinks": attention.sinks,
         "head_gate": None if attention.g_proj is None else _linear(attention.g_proj),
@@ -242,6 +244,8 @@ def _expert_layers(moe: MoE) -> ExpertLayers:
         config.shared_expert_gate,
         2 * config.router_jitter_noise if config.scoring_func == "sparsemixer" else None,
         config.router_bias_of == "logits",
+        moe.experts_output_norm.weight if config.output_norms else None,
+        moe.shared_output_norm.weight if config.output_norms else None,
     )
 
 
@@ -252,7 +256,7 @@ def unusual_experts(config: DecoderConfig) -> str | None:
         return None
     if 0 < moe.shared_expert_intermediate_size < moe.moe_intermediate_size:
         return "the MLP that all tokens take is narrower than an expert"
-    if moe.shared_expert_intermediate_size and moe.activation != "silu":
+    if moe.shared_expert_intermediate_size and moe.activation == "clamped_swiglu":
         return "what all tokens take has an activation of its own"
     if moe.shared_expert_intermediate_size and moe.scoring_func == "sparsemixer":
         return "all tokens take something beside experts of sparsemixer"

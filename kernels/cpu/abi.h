@@ -48,6 +48,8 @@ struct PjExperts {
     const PjLinear* gate_up;  // (num_experts, the layer's num_gate_up)
     const PjLinear* down;     // (num_experts)
     const float* bias;        // (num_experts − shared) added for the choice alone; null: nothing
+    const float* sum_norm;    // (hidden) norm of what the chosen ones give together, and
+    const float* shared_norm; // (hidden) of what the shared one gives; null: neither
     int64_t num_experts;
     int64_t per_row;          // with the shared ones
     float factor;             // of what the chosen ones give
@@ -74,6 +76,7 @@ struct PjLayer {
     const float* down_norm;    // (hidden) or null: of what the MLP adds
     const float* q_norm;       // (head_dim), with whole_norm (heads × head_dim), or null
     const float* k_norm;
+    const float* v_norm;       // (head_dim) or null
     const float* attended_norm;  // (heads × head_dim) or null: of what `out` reads
     const float* inner_norm;   // (k of down) or null: of what `down` reads, before its transform
     const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
@@ -96,7 +99,7 @@ struct PjLayer {
     int32_t parallel;          // the MLP reads what attention reads; out_norm and down_norm are null
     int32_t norm_rotated;      // q_norm and k_norm come after the rotation
     int32_t gate_function;     // 7: the gates' logistic function, 8: their softplus
-    int32_t unused;
+    float scale;               // of what leaves the layer
 };
 
 // What finds the largest output of an INT8 LM head from a copy in 4 bits, see screen.h.

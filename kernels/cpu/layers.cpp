@@ -110,6 +110,7 @@ void Layers::store_rotated(int64_t index, int64_t row, int64_t part) const {
         step_.ops->rotate_head(x, model_.cos + angle, model_.sin + angle, head_dim);
         if (of_head && layer.norm_rotated) step_.ops->rms_norm_row(x, norm, head_dim, model_.eps, x);
     }
+    if (is_value && layer.v_norm) step_.ops->rms_norm_row(x, layer.v_norm, head_dim, model_.eps, x);
     const int64_t slot = step_.in.slots[row];
     if (is_query || slot < 0) return;
     const int64_t kv_head = (part - model_.num_heads) % model_.num_kv_heads;
@@ -168,6 +169,11 @@ void Layers::tail(const Team& team, int64_t index, float* hidden, const float* a
         project(team, index, hidden, attended, who, count, b, layer.gate_up[0]);
         inner(after);
     }
+    if (layer.scale == 1) return;
+    const int64_t width = model_.hidden;
+    const int64_t begin = share(count, team.member, team.members), end = share(count, team.member + 1, team.members);
+    for (int64_t i = begin * width; i < end * width; ++i) hidden[i] *= layer.scale;
+    sync(team, after);
 }
 
 // What attention gives, added to `hidden`. Ends with a barrier.

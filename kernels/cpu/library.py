@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 34
+ABI_VERSION = 35
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -58,6 +58,8 @@ class Experts(ctypes.Structure):
         ("gate_up", POINTER(Linear)),
         ("down", POINTER(Linear)),
         ("bias", c_void_p),
+        ("sum_norm", c_void_p),
+        ("shared_norm", c_void_p),
         ("num_experts", c_int64),
         ("per_row", c_int64),
         ("factor", c_float),
@@ -83,6 +85,7 @@ class Layer(ctypes.Structure):
         ("down_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("v_norm", c_void_p),
         ("attended_norm", c_void_p),
         ("inner_norm", c_void_p),
         ("sinks", c_void_p),
@@ -104,7 +107,7 @@ class Layer(ctypes.Structure):
         ("parallel", c_int32),
         ("norm_rotated", c_int32),
         ("gate_function", c_int32),
-        ("unused", c_int32),
+        ("scale", c_float),
     )
 
 

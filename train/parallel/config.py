@@ -238,9 +238,12 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         "attention_sinks",
         "table_hadamard",
         "conv_taps",
+        "layer_scales",
     )
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
+    if model.moe is not None and model.moe.output_norms:
+        raise ConfigError(f"parallel.tp={tp}: model.moe.output_norms are of whole sums, which it splits; use zero = 3")
     if model.moe is not None:
         for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
             _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)

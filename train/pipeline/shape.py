@@ -97,6 +97,7 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
     conv = model.is_conv(index)
     attention, queries, key_values, values = _convolution(model) if conv else _attention(model)
     dense = attention + (4 if model.norms == "around" else 2) * hidden
+    dense += 1 if model.layer_scales else 0
     if model.inner_norms:
         dense += (0 if conv else model.num_attention_heads * model.head_dim) + model.ffn_size(index)
     experts = active = 0
@@ -108,6 +109,7 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
         shared = moe.shared_expert_intermediate_size
         dense += hidden * moe.num_experts + 3 * hidden * shared + (hidden if moe.shared_expert_gate else 0)
         dense += moe.num_experts if moe.router_bias else 0
+        dense += 2 * hidden if moe.output_norms else 0
         experts = moe.num_experts * 3 * hidden * moe.moe_intermediate_size
         active = moe.num_experts_per_tok * 3 * hidden * moe.moe_intermediate_size
         inner = shared + moe.num_experts_per_tok * moe.moe_intermediate_size
@@ -148,6 +150,7 @@ def _attention(model: DecoderConfig) -> tuple[int, int, int, int]:
         parameters = hidden * (2 * queries + key_values + model.gate_size)
         parameters += queries + key_values if model.attention_bias else 0
         parameters += hidden if model.attention_output_bias else 0
+        parameters += model.head_dim if model.value_norm else 0
         if model.qk_norm:
             parameters += queries + key_values // 2 if model.qk_norm_over == "all" else 2 * model.head_dim
         return parameters, queries, key_values, queries

@@ -1,0 +1,75 @@
+"""Gemma 4, as `test_families.CASES` has families: type, settings, and what the folder becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DENSE: dict[str, Any] = {
+    "head_dim": 12,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 1.5,
+}
+_UNIFIED = {name: each for name, each in _DENSE.items() if name != "hidden_size_per_layer_input"}
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5, "factor": 4.0},
+}
+_MIXED = _DENSE | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 12,
+    "global_head_dim": 24,
+}
+
+
+# Of the text part; those of others stand beside it, where nothing reads them.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+_VISION |= {"position_embedding_size": 4, "num_key_value_heads": 2, "patch_size": 2}
+GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma4": ("gemma4_text", _DENSE, "penjing"),
+    "gemma4_scaled": (
+        "gemma4_text",
+        _DENSE
+        | {"attention_bias": True, "tie_word_embeddings": False, "rope_parameters": _ROPES, "head_dim": 8}
+        | {"global_head_dim": 20, "final_logit_softcapping": None},
+        "penjing",
+    ),
+    "gemma4_alike": (
+        "gemma4_text",
+        _DENSE | {"global_head_dim": 12, "attention_k_eq_v": False, "layer_types": ["full_attention"] * 4},
+        "penjing",
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        _UNIFIED | {"global_head_dim": 16, "attention_k_eq_v": False, "layer_types": None},
+        "penjing",
+    ),
+    "gemma4_experts": ("gemma4_text", _MIXED, "penjing"),
+    "gemma4_seeing": (
+        "gemma4",
+        {"text_config": _SIZES | _DENSE, "vision_config": _VISION, "audio_config": None},
+        "penjing",
+    ),
+    "gemma4_unified_seeing": (
+        "gemma4_unified",
+        {"text_config": _SIZES | _UNIFIED, "vision_config": {"mm_posemb_size": 4}, "audio_config": None},
+        "penjing",
+    ),
+}
