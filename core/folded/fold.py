@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,7 @@ class Fold:
         unused: ends of names of tensors that older checkpoints store and nothing reads.
         apart: beginnings of names of what guesses further tokens, or sees.
         left_out: what a user is told of those.
+        inside: beginnings of names of a network inside another one, of which a folder has one.
     """
 
     config: DecoderConfig
@@ -146,6 +147,7 @@ class Fold:
     gains: dict[str, str] = field(default_factory=dict)
     router: float = 1.0
     left_out: str = ""
+    inside: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
 
@@ -166,6 +168,38 @@ class Family:
     activations: tuple[str, ...] = ("silu", "swish")
     also: str | None = None
     aliases: dict[str, str] = field(default_factory=dict)
+
+
+SEEING: dict[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
+"""Networks that see, by the types that their text parts may have; those are read, for texts alone."""
+_EYES = ("vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "multi_modal_projector.")
+_EARS = ("audio_tower.", "embed_audio.")
+_ABOVE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def text_of(values: Values, source: str) -> Values:
+    """The settings of the text part of one of SEEING."""
+    kinds, text = SEEING[values["model_type"]], values.get("text_config")
+    text = {} if text is None else text
+    if not isinstance(text, dict):
+        raise InputError(f"{source}: text_config must have the settings of what reads text")
+    kind = text.get("model_type", kinds[0])
+    if kind not in kinds:
+        raise InputError(f"{source}: a text part of type {kind!r} is not supported; {' or '.join(kinds)} is")
+    above = {name: values[name] for name in _ABOVE if values.get(name) is not None}
+    return text | above | {"model_type": kind, "architectures": None}
+
+
+def inside_of(fold: Fold) -> Fold:
+    """`fold` of a text part, as transformers 5 stores it inside what sees, or as it was published."""
+    found = tuple(f"{begin}{part}" for begin in ("", "model.") for part in (*_EYES, *_EARS))
+    inside = ("model.language_model.", "language_model.model.")
+    return replace(fold, inside=inside, apart=fold.apart + found, left_out="what sees and hears")
 
 
 def config_of(values: Values, source: str, rope: Values | None = None, **changes: Any) -> DecoderConfig:

@@ -35,14 +35,6 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_SEEING = (
-    "model.vision_tower.",
-    "model.embed_vision.",
-    "model.audio_tower.",
-    "model.embed_audio.",
-    "model.vision_embedder.",
-)
-"""What sees and hears begins so."""
 _MIXED = {f"mlp.shared_experts.{part}_proj": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _MIXED |= {f"mlp.experts.*.{part}_proj": f"experts.*.{part}_proj" for part in ("gate", "up", "down")}
 _MIXED |= {
@@ -65,17 +57,6 @@ _MIXING: dict[str, Any] = {
     "unused": (".router.scale", ".router.per_expert_scale", ".pre_feedforward_layernorm.weight"),
 }
 _GELU = "gelu_pytorch_tanh"
-_WITH_EYES = ("gemma4", "gemma4_unified")
-_INSIDE = "model.language_model."
-_SEEN: dict[bool, dict[str, Any]] = {
-    False: {},
-    True: {
-        "layers": f"{_INSIDE}layers.",
-        "outside": {f"model.{name}": f"{_INSIDE}{name}" for name in ("embed_tokens", "norm")},
-        "apart": _SEEING,
-        "left_out": "what sees and hears",
-    },
-}
 _LARGEST = 1_000_000  # of a width
 _MOST = 65_536  # dimensions of a head
 
@@ -167,22 +148,7 @@ def _gemma4(values: Values, source: str) -> Fold:
         query=size**0.5,
         layer_heads=heads,
         plain_values=True,
-        **_SEEN[values["model_type"] in _WITH_EYES],
     )
-
-
-def _gemma4_seeing(values: Values, source: str) -> Fold:
-    """The text part of a network that sees, which reads texts by itself."""
-    text = values.get("text_config") or {}
-    if not isinstance(text, dict):
-        raise InputError(f"{source}: text_config must have the settings of what reads text")
-    kind = values["model_type"]
-    given = {name: each for name, each in text.items() if each is not None}
-    given = (_GEMMA4 if kind == "gemma4" else _UNIFIED) | given
-    activation = given.get("hidden_activation", _GELU)
-    if activation != _GELU:
-        raise InputError(f"{source}: the activation {activation!r} of {kind} is not supported; {_GELU} is")
-    return _gemma4(given | {"model_type": kind}, source)
 
 
 def _experts(values: Values, source: str) -> Values:
@@ -301,6 +267,14 @@ GEMMAS: dict[str, Family] = {
     "gemma3_text": Family(
         _gemma3,
         {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
             "head_dim": 256,
             "num_key_value_heads": 4,
             "max_position_embeddings": 131072,
@@ -312,6 +286,4 @@ GEMMAS: dict[str, Family] = {
     ),
     "gemma4_text": Family(_gemma4, _GEMMA4, (_GELU,)),
     "gemma4_unified_text": Family(_gemma4, _UNIFIED, (_GELU,)),
-    "gemma4": Family(_gemma4_seeing, {}, (_GELU,)),
-    "gemma4_unified": Family(_gemma4_seeing, {}, (_GELU,)),
 }

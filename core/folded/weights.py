@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from penjing.core.checkpoint.decoder import Checkpoint
+from penjing.core.errors import InputError
 from penjing.core.folded.families import Fold, fold_from_hf
 from penjing.core.folded.placement import EXPERT, Placement
 from penjing.core.models.config import DecoderConfig
@@ -27,11 +28,22 @@ class FoldedCheckpoint(Checkpoint):
         if "lm_head" in self._fold.outside and f"{self._fold.outside['lm_head']}.weight" not in there:
             del self._fold.outside["lm_head"]  # transformers writes its own name since version 5
         self._placement = Placement(self._fold)
+        self._check_tied()
         self.tensor_names = tuple(part for name in self.tensor_names for part in self._parts_of(name))
 
     def _read(self, values: dict[str, Any], source: str) -> DecoderConfig:
         self._fold: Fold = fold_from_hf(values, source)
         return self._fold.config
+
+    def _check_tied(self) -> None:
+        """Inside what sees, a folder may have a head of its own and not say so."""
+        head = f"{self._fold.outside.get('lm_head', 'lm_head')}.weight"
+        if self._fold.inside and self.config.tie_word_embeddings and head in self._there:
+            embedding = self._fold.outside["model.embed_tokens"]
+            if not torch.equal(super().get(head), super().get(f"{embedding}.weight")):
+                raise InputError(
+                    f"{self.folder}: {head} is not the embedding, which config.json says: set tie_word_embeddings=false"
+                )
 
     def moved(self) -> list[str]:
         """See `Placement`."""
@@ -82,8 +94,13 @@ class FoldedCheckpoint(Checkpoint):
 def _as_named(fold: Fold, names: frozenset[str]) -> Fold:
     """`fold` of a folder whose tensors are `names`: those of the network without its head lack their first word, and of
     several spellings it has one."""
+    if fold.inside:
+        begin = next((each for each in fold.inside if any(name.startswith(each) for name in names)), fold.inside[0])
+        outside = {f"model.{name}": f"{begin}{name}" for name in ("embed_tokens", "norm")}
+        outside["lm_head"] = "language_model.lm_head"
+        fold = replace(fold, layers=f"{begin}layers.", outside=outside)
     prefix = fold.layers.partition(".")[0] + "."
-    if fold.layers != "model.layers." and not any(name.startswith(prefix) for name in names):
+    if not fold.inside and fold.layers != "model.layers." and not any(name.startswith(prefix) for name in names):
         outside = {ours: theirs.removeprefix(prefix) for ours, theirs in fold.outside.items()}
         fold = replace(fold, layers=fold.layers.removeprefix(prefix), outside=outside)
     if not fold.spelled:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.core.folded.seeing_cases import EYES, SIZES
+
 _DENSE: dict[str, Any] = {
     "head_dim": 12,
     "global_head_dim": 24,
@@ -29,19 +31,7 @@ _MIXED = _DENSE | {
 }
 
 
-# Of the text part; those of others stand beside it, where nothing reads them.
-_SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "eos_token_id": 2,
-}
-_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-_VISION |= {"position_embedding_size": 4, "num_key_value_heads": 2, "patch_size": 2}
+_VISION = EYES | {"position_embedding_size": 4, "num_key_value_heads": 2, "patch_size": 2}
 GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4": ("gemma4_text", _DENSE, "penjing"),
     "gemma4_scaled": (
@@ -64,12 +54,12 @@ GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4_experts": ("gemma4_text", _MIXED, "penjing"),
     "gemma4_seeing": (
         "gemma4",
-        {"text_config": _SIZES | _DENSE, "vision_config": _VISION, "audio_config": None},
+        {"text_config": SIZES | _DENSE, "vision_config": _VISION, "audio_config": None},
         "penjing",
     ),
     "gemma4_unified_seeing": (
         "gemma4_unified",
-        {"text_config": _SIZES | _UNIFIED, "vision_config": {"mm_posemb_size": 4}, "audio_config": None},
+        {"text_config": SIZES | _UNIFIED, "vision_config": {"mm_posemb_size": 4}, "audio_config": None},
         "penjing",
     ),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
@@ -21,8 +21,9 @@ from tests.core.folded.conv_cases import CONV_CASES, CONV_NAMES, CONV_NAMES_3
 from tests.core.folded.expert_cases import EXPERT_CASES, LATENT
 from tests.core.folded.gemma4_cases import GEMMA4_CASES
 from tests.core.folded.older_cases import OLDER_CASES
+from tests.core.folded.seeing_cases import SEEING_CASES
 
-PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "gemma3", "nemotron", "vaultgemma")
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 48,
@@ -256,6 +257,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = (
     | EXPERT_CASES
     | CONV_CASES
     | GEMMA4_CASES
+    | SEEING_CASES
 )
 
 
@@ -263,9 +265,8 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **ho
     """A random model of transformers, saved to `folder`; no parameter is left at zero or one, and no bias of a choice
     that is no parameter."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager"
-    )
+    auto = AutoModelForImageTextToText if "vision_config" in changes else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
