@@ -25,8 +25,11 @@ def check_layers(layers: Sequence[LayerWeights], hidden: int, num_heads: int, q_
             raise ValueError(f"layer {index}: parallel, with norms behind attention and MLP")
         if layer.taps is not None:
             _check_convolution(index, layer, hidden)
+        elif layer.keys_of is not None:
+            _check_borrowed(index, layer, layers)
         elif layer.k is None or layer.v is None:
             raise ValueError(f"layer {index}: k or v is missing, and there are no taps")
+        _check_token(index, layer, hidden, layers[0])
         gates = 0 if layer.head_gate is None else size(layer.head_gate)[0]
         if gates not in (0, num_heads, q_size):
             raise ValueError(f"layer {index}: {gates} gates; one for each of {num_heads} heads or {q_size} channels")
@@ -94,3 +97,22 @@ def _check_convolution(index: int, layer: LayerWeights, hidden: int) -> None:
     others = ("k", "v", "q_norm", "k_norm", "v_norm", "sinks", "window", "attended_norm", "head_gate")
     if found := [name for name in others if getattr(layer, name) is not None]:
         raise ValueError(f"layer {index}: a convolution has no {', '.join(found)}")
+
+
+def _check_borrowed(index: int, layer: LayerWeights, layers: Sequence[LayerWeights]) -> None:
+    assert layer.keys_of is not None
+    lender = layers[layer.keys_of] if 0 <= layer.keys_of < index else None
+    if lender is None or lender.k is None or lender.taps is not None:
+        raise ValueError(f"layer {index}: keys_of={layer.keys_of} is no layer before it that has keys")
+    if found := [name for name in ("k", "v", "k_norm", "v_norm", "head_gate") if getattr(layer, name) is not None]:
+        raise ValueError(f"layer {index}: with keys of another layer it has no {', '.join(found)}")
+
+
+def _check_token(index: int, layer: LayerWeights, hidden: int, first: LayerWeights) -> None:
+    if (layer.token is None) != (first.token is None):
+        raise ValueError(f"layer {index}: some layers take something of a token, and some do not")
+    if layer.token is None or first.token is None:
+        return
+    width = size(first.token[0])[0]
+    if (size(layer.token[0]), size(layer.token[1])) != ((width, hidden), (hidden, width)):
+        raise ValueError(f"layer {index}: what takes of a token has other sizes than ({width}, {hidden}) and back")

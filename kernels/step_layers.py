@@ -132,6 +132,11 @@ class LayerWeights:
     """Whether the MLP reads what attention reads, and both are added."""
     scale: float = 1.0
     """Of what leaves the layer."""
+    keys_of: int | None = None
+    """The layer whose keys and values it reads, where k and v are None."""
+    token: tuple[AnyLinear, AnyLinear, Tensor] | None = None
+    """(width, hidden), (hidden, width) and (hidden,): what reads the residual behind the MLP, what reads its GELU times
+    what the layer takes of a token, and the norm of what that gives."""
     rotary: int = 0
     """Row of the frequencies that the layer rotates by."""
     taps: Tensor | None = None
@@ -233,6 +238,8 @@ def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
     """Layers of the same input, layer by layer."""
     for layer in layers:
         yield from (mixers(layer), (layer.out,))
+        if layer.token is not None:
+            yield from ((each,) for each in layer.token[:2])
         if layer.experts is None:
             yield from (gate_up(layer), (layer.down,))
             continue

@@ -6,7 +6,12 @@ may be their keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from penjing.core.errors import InputError
 from penjing.core.folded.fold import (
@@ -20,6 +25,7 @@ from penjing.core.folded.fold import (
     number_of,
     ropes_of,
     sliding_of,
+    whole_of,
 )
 from penjing.core.models.config import DecoderConfig
 
@@ -56,6 +62,15 @@ _MIXING: dict[str, Any] = {
     "gains": {"mlp.experts.*.down_proj": "router.per_expert_scale"},
     "unused": (".router.scale", ".router.per_expert_scale", ".pre_feedforward_layernorm.weight"),
 }
+_OF_TOKENS = {
+    "token.gate_proj": "per_layer_input_gate",
+    "token.out_proj": "per_layer_projection",
+    "token.norm": "post_per_layer_input_norm",
+}
+_TOKEN_TABLE = {"model.embed_inputs": "model.embed_tokens_per_layer"}
+_PROJECTED = ("per_layer_model_projection", "per_layer_projection_norm")
+_MADE_TABLE = tuple(f".{name}.weight" for name in _PROJECTED)
+_ROWS = 4096  # of the vocabulary at a time
 _GELU = "gelu_pytorch_tanh"
 _LARGEST = 1_000_000  # of a width
 _MOST = 65_536  # dimensions of a head
@@ -109,9 +124,6 @@ def _gemma(config: DecoderConfig, values: Values, source: str) -> Fold:
 
 def _gemma4(values: Values, source: str) -> Fold:
     """Heads of one size are needed: smaller ones get zeros, and fewer heads of keys are repeated."""
-    for name, known in (("hidden_size_per_layer_input", 0), ("num_kv_shared_layers", 0)):
-        if values.get(name):
-            raise InputError(f"{source}: {name}={values[name]!r} is not supported; {known!r} is")
     if values.get("use_bidirectional_attention") not in (None, "vision"):  # of text alone "vision" says nothing
         raise InputError(
             f"{source}: use_bidirectional_attention={values['use_bidirectional_attention']!r} is not supported"
@@ -138,6 +150,17 @@ def _gemma4(values: Values, source: str) -> Fold:
         del changes["activation"]
         changes["moe"], names, more = _experts(values, source), _AROUND_4 | _MIXED, _MIXING
         more = more | {"router": count_of(values, "hidden_size", source, most=_MOST) ** -0.5}
+    shared = whole_of(values, "num_kv_shared_layers", source)
+    if shared and flag_of(values, "use_double_wide_mlp", source):
+        inner = count_of(values, "intermediate_size", source, most=_LARGEST)
+        one["intermediate_size"] = 2 * inner
+        changes["intermediate_sizes"] = [inner * (1 + (layer >= layers - shared)) for layer in range(layers)]
+    if width := whole_of(values, "hidden_size_per_layer_input", source):
+        if values["vocab_size_per_layer_input"] != values["vocab_size"]:
+            rows = values["vocab_size_per_layer_input"]
+            raise InputError(f"{source}: vocab_size_per_layer_input={rows!r} is not supported; vocab_size is")
+        names, more = names | _OF_TOKENS, more | {"outside": dict(_TOKEN_TABLE), "unused": _MADE_TABLE}
+    changes |= {"token_inputs": width, "shared_keys": shared}
     config = config_of(values | one, source, rope, **changes, **sliding)
     return Fold(
         config,
@@ -149,6 +172,27 @@ def _gemma4(values: Values, source: str) -> Fold:
         layer_heads=heads,
         plain_values=True,
     )
+
+
+def token_table(stored: Callable[[str], Tensor], begin: str, config: DecoderConfig) -> Tensor:
+    """(vocab × layers, width) float32: what each layer takes of each token. There it is a row of a table beside a
+    normed projection of the token's embedding, which follows from the token alone.
+
+    Args:
+        begin: what the names of its tensors begin with.
+    """
+    layers, width = config.num_hidden_layers, config.token_inputs
+    rows_VP, embedding_VE = (stored(f"{begin}embed_tokens{end}.weight") for end in ("_per_layer", ""))
+    matrix_PE, norm_P = (stored(f"{begin}{name}.weight").float() for name in _PROJECTED)
+    made_VP = torch.empty(rows_VP.shape, dtype=torch.float32)
+    for made_RP, rows_RP, embedding_RE in zip(
+        *(each.split(_ROWS) for each in (made_VP, rows_VP, embedding_VE)), strict=True
+    ):
+        # The embedding grows by the root of the width, by which what is projected is divided.
+        projected = (embedding_RE.float() @ matrix_PE.t()).unflatten(1, (layers, width))
+        normed = F.rms_norm(projected, (width,), norm_P, config.rms_norm_eps)
+        made_RP.copy_((normed.flatten(1) + rows_RP.float() * width**0.5) * 0.5**0.5)
+    return made_VP.view(-1, width)
 
 
 def _experts(values: Values, source: str) -> Values:
@@ -252,6 +296,9 @@ _GEMMA4: Values = {
     "tie_word_embeddings": True,
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
     "attention_k_eq_v": False,
 }
 _UNIFIED = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}

@@ -17,6 +17,7 @@ from penjing.core.models.tensor_names import tensor_shapes
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
 _NORMED = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.v_norm")
+_OF_KEYS = ("self_attn.k_", "self_attn.v_")  # stored, though not read, where layers read others' keys
 _OUT = "self_attn.o_proj.weight"
 _MLP = ("gate_proj", "up_proj")
 _TABLES = ("embed_tokens", "embed_positions")
@@ -86,6 +87,8 @@ class Placement:
     def __init__(self, fold: Fold) -> None:
         self.fold, self.config = fold, fold.config
         self._order = _rotary_order(fold)
+        layers = range(self.config.num_hidden_layers if self.config.shared_keys else 0)
+        self._borrowing = {layer for layer in layers if self.config.keys_of(layer) != layer}
 
     def get(self, name: str, stored: Callable[[str], Tensor], shape: Callable[[str], tuple[int, ...]]) -> Tensor:
         """The tensor `name`; in float32 where it is changed.
@@ -308,7 +311,7 @@ class Placement:
         number, _, leaf = module.removeprefix(fold.layers).partition(".")
         if not module.startswith(fold.layers) or not number.isdecimal():
             found = _named_so(module, fold.outside)
-        elif fold.more_layers and int(number) >= self.config.num_hidden_layers:
+        elif self._leaves_out(int(number), leaf):
             return []
         else:
             inside = stored.removeprefix(f"{fold.layers}{number}.")
@@ -321,6 +324,11 @@ class Placement:
             found = [f"model.layers.{number}.{each}" for each in own]
         shifts = kind == "bias" and "shift" in fold.stored
         return [f"{each}.{kind}" for each in found if not (shifts and each.endswith("norm"))]
+
+    def _leaves_out(self, layer: int, leaf: str) -> bool:
+        """Whether the network has no such module: of layers that guess further tokens, or keys that nothing reads."""
+        beyond = self.fold.more_layers and layer >= self.config.num_hidden_layers
+        return beyond or (layer in self._borrowing and leaf.startswith(_OF_KEYS))
 
     def is_transposed(self, theirs: str) -> bool:
         """Whether the tensor `theirs` has inputs first."""

@@ -12,9 +12,12 @@ import torch
 from penjing.core.checkpoint.decoder import Checkpoint
 from penjing.core.errors import InputError
 from penjing.core.folded.families import Fold, fold_from_hf
+from penjing.core.folded.gemma import token_table
 from penjing.core.folded.placement import EXPERT, Placement
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.tensor_names import TOKEN_INPUTS
 
+_TABLE = "embed_tokens_per_layer.weight"
 _CHOICE = "mlp.e_score_correction_bias"
 
 
@@ -62,7 +65,13 @@ class FoldedCheckpoint(Checkpoint):
 
     def get(self, name: str) -> torch.Tensor:
         """See `Checkpoint`; in float32 where it is changed."""
+        if name == TOKEN_INPUTS:
+            return token_table(super().get, self._of_tokens.removesuffix(_TABLE), self.config)
         return self._placement.get(name, super().get, self.shape)
+
+    @property
+    def _of_tokens(self) -> str:
+        return self._placement.place(TOKEN_INPUTS)[0]
 
     def _parts_of(self, stored: str) -> list[str]:
         return self._placement.parts_of(stored)
@@ -76,6 +85,9 @@ class FoldedCheckpoint(Checkpoint):
             return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
         theirs, rows = self._placement.place(name)
         stored = super().shape(theirs)
+        if name == TOKEN_INPUTS:  # a row there has all layers' behind each other
+            width = self.config.token_inputs
+            return (math.prod(stored) // width, width) if len(stored) == 2 and stored[1] % width == 0 else stored
         if name.endswith(_CHOICE):
             return (math.prod(stored),)  # ERNIE's is one row
         first, *others = reversed(stored) if self._placement.is_transposed(theirs) else stored
@@ -96,7 +108,8 @@ def _as_named(fold: Fold, names: frozenset[str]) -> Fold:
     several spellings it has one."""
     if fold.inside:
         begin = next((each for each in fold.inside if any(name.startswith(each) for name in names)), fold.inside[0])
-        outside = {f"model.{name}": f"{begin}{name}" for name in ("embed_tokens", "norm")}
+        plain = {f"model.{name}": f"model.{name}" for name in ("embed_tokens", "norm")} | fold.outside
+        outside = {ours: f"{begin}{theirs.removeprefix('model.')}" for ours, theirs in plain.items()}
         outside["lm_head"] = "language_model.lm_head"
         fold = replace(fold, layers=f"{begin}layers.", outside=outside)
     prefix = fold.layers.partition(".")[0] + "."

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 35
+ABI_VERSION = 36
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -86,6 +86,9 @@ class Layer(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("v_norm", c_void_p),
+        ("token_gate", Linear),
+        ("token_out", Linear),
+        ("token_norm", c_void_p),
         ("attended_norm", c_void_p),
         ("inner_norm", c_void_p),
         ("sinks", c_void_p),
@@ -96,6 +99,7 @@ class Layer(ctypes.Structure):
         ("hadamard", c_int64),
         ("num_taps", c_int64),
         ("place", c_int64),
+        ("borrows", c_int64),
         ("curve", c_float * 2),
         ("gates", c_int64),
         ("num_qkv", c_int32),
@@ -133,6 +137,7 @@ class Model(ctypes.Structure):
         ("embedding", c_void_p),
         ("embedding_scale", c_void_p),
         ("positions", c_void_p),
+        ("token_table", c_void_p),
         ("final_norm", c_void_p),
         ("head", Linear),
         ("screen", POINTER(Screen)),
@@ -146,11 +151,14 @@ class Model(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("num_positions", c_int64),
+        ("token_inputs", c_int64),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_cap", c_float),
         ("logit_cap", c_float),
         ("embedding_dtype", c_int32),
+        ("token_dtype", c_int32),
+        ("unused", c_int32),
         ("table_hadamard", c_int32),
     )
 

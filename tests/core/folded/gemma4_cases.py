@@ -32,6 +32,17 @@ _MIXED = _DENSE | {
 
 
 _VISION = EYES | {"position_embedding_size": 4, "num_key_value_heads": 2, "patch_size": 2}
+# Layers take something of each token, and the last ones read the keys of others.
+_SMALL = _DENSE | {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+}
 GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4": ("gemma4_text", _DENSE, "penjing"),
     "gemma4_scaled": (
@@ -60,6 +71,12 @@ GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4_unified_seeing": (
         "gemma4_unified",
         {"text_config": SIZES | _UNIFIED, "vision_config": {"mm_posemb_size": 4}, "audio_config": None},
+        "penjing",
+    ),
+    "gemma4_small": ("gemma4_text", _SMALL, "penjing"),
+    "gemma4_small_seeing": (
+        "gemma4",
+        {"text_config": SIZES | _SMALL, "vision_config": _VISION, "audio_config": None},
         "penjing",
     ),
 }

@@ -31,7 +31,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head
 WIDE |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 MIXED = WIDE | {"moe_intermediate_size": 32}
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-SERVED = ("gemma4", "gemma4_scaled", "gemma4_experts")
+SERVED = ("gemma4", "gemma4_scaled", "gemma4_experts", "gemma4_small")
 
 
 @needs_extension
