@@ -24,7 +24,7 @@ from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import FindScale, Heads, by_alpha, smooth_linears
 from penjing.compress.decoder.smooth_search import Search
-from penjing.compress.decoder.stream import LayerStream, Weights
+from penjing.compress.decoder.stream import Beside, LayerStream, Weights
 from penjing.compress.decoder.weights import (
     LinearError,
     QuantizedWeight,
@@ -126,9 +126,15 @@ class CompressedLayer:
 
 @torch.no_grad()
 def compress_layer(
-    stream: LayerStream, layer: int, settings: Int8Settings, rotations: Rotations | None, hidden_WTE: Tensor
+    stream: LayerStream,
+    layer: int,
+    settings: Int8Settings,
+    rotations: Rotations | None,
+    hidden_WTE: Tensor,
+    beside: Beside | None = None,
 ) -> CompressedLayer:
-    """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer."""
+    """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer.
+    `beside`: what else layers read of that text."""
     weights = stream.weights(layer)
     changes: Weights = {}
     if rotations is not None:
@@ -136,7 +142,7 @@ def compress_layer(
         rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
     seen = Activations(num_windows=hidden_WTE.shape[0])
     largest = LargestKV()
-    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe)
+    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe, beside=beside)
     samples = seen.samples()
     few = _fill_up(samples, weights, stream.config)
     _check_finite(samples, layer)
@@ -147,7 +153,10 @@ def compress_layer(
             return _routed_rule(settings)
         return _rule(settings, hidden_ME, settings.above(f"model.layers.{layer}.{linear}"))
 
-    scales = smooth_linears(weights, samples, stream.config, settings.transform, rule_of)
+    transform = settings.transform
+    if stream.config.keys_of(layer) != layer or stream.config.lends_keys(layer):
+        transform = transform.model_copy(update={"smooth_output": 0.0})  # values are of several layers
+    scales = smooth_linears(weights, samples, stream.config, transform, rule_of)
     changes |= {f"{first}.divided": scales[first] for first in INPUTS if first in scales}
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
     if block := settings.transform.hadamard_down:
@@ -176,7 +185,7 @@ def compress_layer(
             )
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
-    if settings.kv_cache == "int8" and not stream.config.is_conv(layer):
+    if settings.kv_cache == "int8" and layer in stream.config.attention_layers:
         values_divided = inner_norm(weights, "self_attn.o_proj") is None  # else the norm is
         tensors |= largest.scales(scales.get("self_attn.o_proj") if values_divided else None)
     return CompressedLayer(tensors, errors, few, changes)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penjing.core.models.config import DecoderConfig
+from typing import Any
 
 DEPARTURES = (
     "qk_norm_over",
@@ -51,9 +48,9 @@ BESIDE_EXPERTS = (
 """Those of what stands around experts."""
 
 
-def departures_of(config: DecoderConfig) -> list[str]:
-    """Where a layer departs from Llama's in ways that no Hugging Face type of `hf_config` has, as NAME=VALUE.
-    Whatever computes a layer knows each of them or refuses it by this name."""
+def departures_of(config: Any) -> list[str]:
+    """Where a layer of a `DecoderConfig` departs from Llama's in ways that no Hugging Face type of `hf_config` has, as
+    NAME=VALUE. Whatever computes a layer knows each of them or refuses it by this name."""
     usual = {name: type(config).model_fields[name].default for name in DEPARTURES}
     found = {name: value for name in DEPARTURES if (value := getattr(config, name)) != usual[name]}
     if (kinds := found.get("layer_rotary")) is not None:
@@ -61,8 +58,8 @@ def departures_of(config: DecoderConfig) -> list[str]:
     return [f"{name}={value}" for name, value in found.items()]
 
 
-def check_departures(config: DecoderConfig) -> None:
-    """Whether the departures of `config` go together.
+def check_departures(config: Any) -> None:
+    """Whether the departures of a `DecoderConfig` go together.
 
     Raises:
         ValueError: they do not.
@@ -103,7 +100,7 @@ def check_departures(config: DecoderConfig) -> None:
     _check_shared_keys(config)
 
 
-def _check_shared_keys(config: DecoderConfig) -> None:
+def _check_shared_keys(config: Any) -> None:
     shared, layers = config.shared_keys, range(config.num_hidden_layers)
     if not shared:
         return

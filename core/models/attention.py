@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(hidden, heads * config.head_dim, bias=config.attention_bias)
         self.keys_of = config.keys_of(layer)
-        self.gives_keys = any(config.keys_of(each) == layer != each for each in range(config.num_hidden_layers))
+        self.lends_keys = config.lends_keys(layer)
         self.has_keys = self.keys_of == layer
         if self.has_keys:
             self.k_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
@@ -92,7 +92,7 @@ class Attention(nn.Module):
             v = v if self.v_norm is None else self.v_norm(v)
         else:
             k, v = attend.kept[self.keys_of]
-        if self.gives_keys:
+        if self.lends_keys:
             attend.kept[self.layer] = k, v
         attended = attend(self.layer, q, k, v, self.sinks)
         if self.g_proj is not None:

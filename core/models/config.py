@@ -329,6 +329,11 @@ class DecoderConfig(Config):
         own = range(self.num_hidden_layers - self.shared_keys)
         return tuple(layer for layer in own if not self.is_conv(layer))
 
+    def lends_keys(self, layer: int) -> bool:
+        """Whether layers behind `layer` read its keys and values, too."""
+        borrowing = range(self.num_hidden_layers - self.shared_keys, self.num_hidden_layers)
+        return any(self.keys_of(each) == layer for each in borrowing)
+
     def keys_of(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads."""
         own = self.num_hidden_layers - self.shared_keys

@@ -239,6 +239,8 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         "table_hadamard",
         "conv_taps",
         "layer_scales",
+        "token_inputs",
+        "shared_keys",
     )
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
@@ -261,6 +263,9 @@ def _check_stages(config: ParallelConfig, model: DecoderConfig) -> None:
         )
     if model.learned_positions:
         raise ConfigError(f"parallel.pp={config.pp}: stages do not know model.learned_positions; use zero = 3")
+    for name in ("token_inputs", "shared_keys"):
+        if getattr(model, name):
+            raise ConfigError(f"parallel.pp={config.pp}: stages do not know model.{name}; use zero = 3")
     counts = config.stage_layers
     if isinstance(counts, tuple) and (
         len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1

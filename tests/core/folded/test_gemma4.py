@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from penjing.compress.prune_decoder.subject import DecoderSubject
 from penjing.compress.run import run_recipe
 from penjing.compress.verify import verify_artifact
+from penjing.compress.vocabulary.smaller import open_whole
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
 from penjing.core.errors import InputError
@@ -30,6 +33,8 @@ TEXT = torch.randint(0, 320, (1, 60), generator=torch.Generator().manual_seed(2)
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32}
 WIDE |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 MIXED = WIDE | {"moe_intermediate_size": 32}
+SMALL = WIDE | {"hidden_size_per_layer_input": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+SMALL |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 SERVED = ("gemma4", "gemma4_scaled", "gemma4_experts", "gemma4_small")
 
@@ -45,11 +50,13 @@ def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_
 
 @needs_extension
 @pytest.mark.parametrize(
-    ("case", "bits", "bound"), [("gemma4", 8, 0.1), ("gemma4", 4, 0.7), ("gemma4_experts", 8, 0.2)]
+    ("case", "bits", "bound"),
+    [("gemma4", 8, 0.1), ("gemma4", 4, 0.7), ("gemma4_experts", 8, 0.2), ("gemma4_small", 8, 0.1)],
 )
 def test_rounded_it_says_nearly_that(case: str, bits: int, bound: float, tmp_path: Path, tiny_checkpoint: Path) -> None:
     kind, changes, _ = GEMMA4_CASES[case]
-    reference = save(tmp_path / "hf", tiny_checkpoint, kind, changes | (MIXED if "experts" in case else WIDE))
+    wide = MIXED if "experts" in case else SMALL if "small" in case else WIDE
+    reference = save(tmp_path / "hf", tiny_checkpoint, kind, changes | wide)
     folder = import_model(str(tmp_path / "hf"), tmp_path / "out")
     settings = FOUR if bits == 4 else ["steps.0.transform.rotate=false", "steps.0.transform.search_steps=4"]
     artifact = run_recipe(write_recipe(tmp_path, folder, tmp_path / "int"), [*settings, "guard.perplexity_ratio=9"])
@@ -145,3 +152,14 @@ def test_what_the_file_leaves_out_is_what_transformers_assumes(kind: str) -> Non
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fold_from_hf({"model_type": "gemma4_text", "hidden_size_per_layer_input": 0} | changes, "it")
+
+
+@pytest.mark.parametrize("kind", ["prune", "vocabulary"])
+def test_what_knows_no_tokens_says_so(kind: str, make_tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(model_type="penjing", token_inputs=8, shared_keys=1)
+    refused = pytest.raises(InputError, match=r"\(token_inputs, shared_keys\), which .* does not know; quantize it")
+    with refused:
+        if kind == "prune":
+            DecoderSubject(folder, ["ffn"], (), Recorder())
+        else:
+            open_whole(folder)
