@@ -313,6 +313,8 @@ class DecoderStep:
             step.adapter = _address("adapter_T", adapter_T, torch.int32, (num_rows,))
             step.adapters, step.num_adapters = ctypes.addressof(self.adapters.table), len(self.adapters.table)
         if seen_XE is not None:
+            if self._model.token_inputs:
+                raise ValueError("rows of images are of no token, of which the layers take something")
             step.seen = _address("seen_XE", seen_XE, torch.float32, (None, self.hidden))
             step.num_seen = seen_XE.shape[0]
         if self._rows_shape[0]:
