@@ -47,6 +47,7 @@ _AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm"
 
 # null says that there is none, not what is usual
 _NONE = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "scale_depth", "dim_model_base")
+_NONE += ("attention_value_scale",)
 
 
 def folds(values: Values) -> bool:

@@ -29,18 +29,23 @@ class LayerHeads:
     Attributes:
         size: dimensions of a head there.
         keys: heads of keys and values there.
+        values: dimensions of a head of values there, if others; those of queries and keys are then all of ours.
+        sinks: whether the heads have sinks there; else ours have such as no score is below.
         values_are_keys: values come from the matrix of the keys.
     """
 
     size: int
     keys: int
     values_are_keys: bool = False
+    values: int | None = None
+    sinks: bool = True
 
-    def as_ours(self, size: int, keys: int, dim: int, of_keys: bool) -> Stretched | None:
+    def as_ours(self, size: int, keys: int, dim: int, of_keys: bool, of_values: bool) -> Stretched | None:
         """What makes of a tensor, whose heads stand along `dim`, one of heads of `size`, and of `keys` if it is
         `of_keys`; None where it is one."""
         repeats = keys // self.keys if of_keys else 1
-        return None if (self.size, repeats) == (size, 1) else Stretched(dim, self.size, size, repeats)
+        there = self.size if self.values is None or not of_values else self.values
+        return None if (there, repeats) == (size, 1) else Stretched(dim, there, size, repeats)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Fold:
         plus_one: norms multiply by 1 + w.
         embedding, final: factors of the embedding and of the last norm.
         query: factor of the queries.
+        value: factor of the values.
         residual: factor of what attention and MLP add: of their last matrix, or of the norm behind it.
         experts: factor of what experts and the MLP beside them add, too.
         rotary: dimensions of a head that rotate, the first ones.
@@ -126,6 +132,7 @@ class Fold:
     embedding: float = 1.0
     final: float = 1.0
     query: float = 1.0
+    value: float = 1.0
     residual: float = 1.0
     experts: float = 1.0
     rotary: int = 0

@@ -17,6 +17,8 @@ from penjing.core.models.tensor_names import tensor_shapes
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
 _NORMED = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.v_norm")
+_SINKS = "self_attn.sinks"
+NO_SINK = -30000.0  # of which an exponential function is 0 beside any score; half precision holds it
 _OF_KEYS = ("self_attn.k_", "self_attn.v_")  # stored, though not read, where layers read others' keys
 _OUT = "self_attn.o_proj.weight"
 _MLP = ("gate_proj", "up_proj")
@@ -119,7 +121,7 @@ class Placement:
         """Whether the tensor `name` is stored; the others are 1 or, of one with centred norms, 0 at first."""
         if not self.fold.centred:
             plain = self.fold.plain_norms and name.endswith("norm.weight")
-            return not (plain or (self.fold.plain_values and name.endswith(".v_norm.weight")))
+            return not (plain or (self.fold.plain_values and name.endswith(".v_norm.weight")) or self._sinkless(name))
         module, _, kind = name.rpartition(".")
         if module.endswith("norm"):
             part = "norm" if kind == "weight" else "shift"
@@ -129,10 +131,14 @@ class Placement:
             part = _BIASES.get(module.rpartition(".")[2], "mlp")
         return part in self.fold.stored
 
+    def _sinkless(self, name: str) -> bool:
+        layer, leaf = split_name(name)
+        return layer is not None and leaf == _SINKS and bool(heads := self.fold.layer_heads) and not heads[layer].sinks
+
     def _plain(self, name: str, stored: Callable[[str], Tensor], shape: Callable[[str], tuple[int, ...]]) -> Tensor:
         """The tensor without what centred norms need."""
         if not self.holds(name):
-            return self._changed(name, torch.ones(shape(name)))
+            return self._changed(name, torch.full(shape(name), NO_SINK if name.endswith(_SINKS) else 1.0))
         theirs, rows = self.place(name)
         tensor = stored(theirs)
         if name.endswith(_CHOICE):
@@ -170,7 +176,8 @@ class Placement:
         module = leaf.rpartition(".")[0]
         if layer is not None and self.fold.layer_heads and (leaf == _OUT or module in (*_QKV, *_NORMED)):
             size, keys = self.config.head_dim, self.config.num_key_value_heads
-            return self.fold.layer_heads[layer].as_ours(size, keys, int(leaf == _OUT), module in _QKV[1:])
+            of_values = leaf == _OUT or module == _QKV[2]
+            return self.fold.layer_heads[layer].as_ours(size, keys, int(leaf == _OUT), module in _QKV[1:], of_values)
         if layer is None or not self.fold.heads or not (leaf == _OUT or module in _OF_QUERIES):
             return None
         there, whole = self.fold.heads[layer], self.config.num_attention_heads
@@ -206,7 +213,8 @@ class Placement:
         rotated = self._order_of(layer)
         if leaf.startswith(("self_attn.q_", "self_attn.k_")) and rotated is not None:
             heads = config.num_attention_heads if layer is None or not fold.heads else fold.heads[layer]
-            heads = heads if leaf.startswith("self_attn.q_") else config.num_key_value_heads
+            own = fold.layer_heads[layer].keys if layer is not None and fold.layer_heads else None
+            heads = heads if leaf.startswith("self_attn.q_") else own or config.num_key_value_heads
             many = 1 if norm and config.qk_norm_over == "head" else heads
             order = (torch.arange(many)[:, None] * config.head_dim + rotated).flatten()
             scale = yarn_magnitudes(config.rope_scaling)[0]
@@ -254,6 +262,8 @@ class Placement:
             leaf == "self_attn.q_proj.bias" and not config.qk_norm
         ):
             return fold.query
+        if leaf.startswith("self_attn.v_proj."):
+            return fold.value
         if leaf.startswith(_AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(WRITERS):
             return fold.residual * (fold.experts if leaf.startswith(_OF_EXPERTS) else 1.0)
         if leaf == "mlp.gate.weight":

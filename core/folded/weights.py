@@ -81,6 +81,8 @@ class FoldedCheckpoint(Checkpoint):
         if not self._placement.holds(name):
             module, _, kind = name.rpartition(".")
             of_heads = module.endswith((".q_norm", ".k_norm", ".v_norm"))
+            if name.endswith(".sinks"):
+                return (self.config.num_attention_heads,)
             norm = self.config.head_dim if of_heads else self.config.hidden_size
             return (self.shape(f"{module}.weight")[0],) if kind == "bias" else (norm,)
         theirs, rows = self._placement.place(name)

@@ -81,6 +81,7 @@ FOLDED = {
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "granite_swa": "GraniteSWAForCausalLM",
     "apertus": "ApertusForCausalLM",
     "bitnet": "BitNetForCausalLM",

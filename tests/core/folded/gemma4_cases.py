@@ -1,4 +1,4 @@
-"""Gemma 4, as `test_families.CASES` has families: type, settings, and what the folder becomes."""
+"""Gemma 4 and MiMo-V2-Flash, whose layers have heads of their own, as `test_families.CASES` has families."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ _SMALL = _DENSE | {
     "attention_k_eq_v": False,
     "num_global_key_value_heads": None,
 }
+_MIMO: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "v_head_dim": 10,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    },
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+}
 GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4": ("gemma4_text", _DENSE, "penjing"),
     "gemma4_scaled": (
@@ -77,6 +91,14 @@ GEMMA4_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma4_small_seeing": (
         "gemma4",
         {"text_config": SIZES | _SMALL, "vision_config": _VISION, "audio_config": None},
+        "penjing",
+    ),
+    "mimo_v2_flash": ("mimo_v2_flash", _MIMO, "penjing"),
+    "mimo_v2_flash_plain": (
+        "mimo_v2_flash",
+        _MIMO
+        | {"attention_value_scale": None, "v_head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}
+        | {"mlp_layer_types": ["sparse", "sparse", "dense", "sparse"], "routed_scaling_factor": 2.5},
         "penjing",
     ),
 }

@@ -35,8 +35,10 @@ WIDE |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_atte
 MIXED = WIDE | {"moe_intermediate_size": 32}
 SMALL = WIDE | {"hidden_size_per_layer_input": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 SMALL |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+MIMO = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48}
+_THETA, _HALF = {"rope_theta": 1e4}, {"partial_rotary_factor": 0.5}
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-SERVED = ("gemma4", "gemma4_scaled", "gemma4_experts", "gemma4_small")
+SERVED = ("gemma4", "gemma4_scaled", "gemma4_experts", "gemma4_small", "mimo_v2_flash")
 
 
 @needs_extension
@@ -51,11 +53,17 @@ def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_
 @needs_extension
 @pytest.mark.parametrize(
     ("case", "bits", "bound"),
-    [("gemma4", 8, 0.1), ("gemma4", 4, 0.7), ("gemma4_experts", 8, 0.2), ("gemma4_small", 8, 0.1)],
+    [
+        ("gemma4", 8, 0.1),
+        ("gemma4", 4, 0.7),
+        ("gemma4_experts", 8, 0.2),
+        ("mimo_v2_flash", 8, 0.2),
+        ("gemma4_small", 8, 0.1),
+    ],
 )
 def test_rounded_it_says_nearly_that(case: str, bits: int, bound: float, tmp_path: Path, tiny_checkpoint: Path) -> None:
     kind, changes, _ = GEMMA4_CASES[case]
-    wide = MIXED if "experts" in case else SMALL if "small" in case else WIDE
+    wide = MIMO if "mimo" in case else MIXED if "experts" in case else SMALL if "small" in case else WIDE
     reference = save(tmp_path / "hf", tiny_checkpoint, kind, changes | wide)
     folder = import_model(str(tmp_path / "hf"), tmp_path / "out")
     settings = FOUR if bits == 4 else ["steps.0.transform.rotate=false", "steps.0.transform.search_steps=4"]
@@ -152,6 +160,31 @@ def test_what_the_file_leaves_out_is_what_transformers_assumes(kind: str) -> Non
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fold_from_hf({"model_type": "gemma4_text", "hidden_size_per_layer_input": 0} | changes, "it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_head_dim": 9}, "v_head_dim=9 must be even, and no more than head_dim=192"),
+        ({"v_head_dim": 200}, "v_head_dim=200 must be even, and no more than head_dim=192"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "must have plain rotary settings for each kind",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": _THETA,
+                    "sliding_attention": _THETA | _HALF,
+                }
+            },
+            r"partial_rotary_factor \[0.334, 0.5\] of 192 dimensions is no even number",
+        ),
+    ],
+)
+def test_what_is_wrong_in_mimo_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fold_from_hf({"model_type": "mimo_v2_flash"} | changes, "it")
 
 
 @pytest.mark.parametrize("kind", ["prune", "vocabulary"])
