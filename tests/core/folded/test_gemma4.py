@@ -21,6 +21,10 @@ from penjing.core.folded.families import fold_from_hf
 from penjing.core.folded.fold import Stretched
 from penjing.core.imports.importer import import_model
 from penjing.core.runtime.fused import fuse_decoder
+from penjing.serve.engine.config import EngineConfig
+from penjing.serve.engine.request import Request
+from penjing.serve.runner.load import load_engine
+from penjing.serve.sampling.params import SamplingParams
 from tests.compress.conftest import write_recipe
 from tests.compress.decoder.test_families import FOUR
 from tests.core.folded.gemma4_cases import GEMMA4_CASES
@@ -28,6 +32,7 @@ from tests.core.folded.served import close, of_transformers, served
 from tests.core.folded.test_families import save
 from tests.core.imports.test_importer import Recorder
 from tests.kernels.cpu import needs_extension
+from tests.serve.tiny import run_all
 
 TEXT = torch.randint(0, 320, (1, 60), generator=torch.Generator().manual_seed(2))
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32}
@@ -48,6 +53,18 @@ def test_the_engine_says_what_transformers_does(case: str, tmp_path: Path, tiny_
     folder = import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert fuse_decoder(load_model(folder).model) is not None
     close(served(folder, TEXT), of_transformers(reference, TEXT))
+
+
+@needs_extension
+def test_answers_are_those_of_transformers(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    reference = save(tmp_path / "hf", tiny_checkpoint, *GEMMA4_CASES["gemma4_small"][:2])
+    folder = import_model(str(tmp_path / "hf"), tmp_path / "out")
+    expected = reference.generate(TEXT[:, :30], max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 30:]
+    settings: dict[str, Any] = {"num_blocks": 40, "max_num_sequences": 4, "max_num_batched_tokens": 16}
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    request = Request("a", TEXT[0, :30].tolist(), params)
+    (outputs,) = run_all(load_engine(folder, EngineConfig(**settings)), [request]).values()
+    assert [token for output in outputs for token in output.token_ids] == expected.tolist()
 
 
 @needs_extension
