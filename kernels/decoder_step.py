@@ -24,6 +24,7 @@ from penjing.kernels.int8_linear import PackedInt8
 from penjing.kernels.low_rank import StepAdapters
 from penjing.kernels.rotary import rotary_cos_sin
 from penjing.kernels.screen import Screen
+from penjing.kernels.step_checks import check_layers
 from penjing.kernels.step_fill import describe_screen, fill_layers, optional_vector
 from penjing.kernels.step_layers import (
     AnyLinear,
@@ -31,7 +32,6 @@ from penjing.kernels.step_layers import (
     Int8Table,
     LayerWeights,
     Packer,
-    check_layers,
     groups_of,
     projections,
     size,
@@ -68,6 +68,7 @@ class DecoderStep:
         attention_cap: float | None = None,
         logit_cap: float | None = None,
         table_hadamard: int = 0,
+        token_table: Tensor | None = None,
     ):
         """Pack the weights.
 
@@ -81,6 +82,7 @@ class DecoderStep:
             rotary_scale: by what queries and keys that the first row rotates grow, as YaRN does it.
             attention_cap, logit_cap: scores and logits become cap × tanh(score / cap); None: they stay.
             table_hadamard: block of the transform behind the embedding and before the head; 0: none.
+            token_table: (vocab × layers, width) floating, what each layer takes of each token; it is used in place.
 
         Raises:
             ValueError: shapes or dtypes that do not fit.
@@ -92,7 +94,8 @@ class DecoderStep:
         self._rotary_scale = rotary_scale
         self._kept: list[object] = []  # whatever the structures point to
         num_convs = sum(layer.taps is not None for layer in layers)
-        self._pool_shape = (self.num_layers - num_convs, 2, None, num_kv_heads, None, head_dim)
+        num_borrowing = sum(layer.keys_of is not None for layer in layers)
+        self._pool_shape = (self.num_layers - num_convs - num_borrowing, 2, None, num_kv_heads, None, head_dim)
         self._rows_shape = (num_convs, None, None, self.hidden)
         check_layers(layers, self.hidden, num_heads, num_heads * head_dim, num_kv_heads * head_dim)
         if size(lm_head) != (self.vocab, self.hidden):
@@ -124,6 +127,16 @@ class DecoderStep:
         if table_hadamard:
             check_block(table_hadamard, self.hidden)
         self._set_embedding(model, embedding_VE, lm_head)
+        token = layers[0].token
+        if (token is None) != (token_table is None):
+            raise ValueError("token_table is of layers that take something of a token, and of no others")
+        if token is not None and token_table is not None:
+            width = size(token[0])[0]
+            if token_table.shape != (self.vocab * self.num_layers, width):
+                raise ValueError(f"token_table has shape {tuple(token_table.shape)}")
+            table = float_linear(token_table.detach(), None)
+            model.token_table, model.token_dtype, model.token_inputs = table.weight, table.dtype, width
+            self._kept.append(token_table)
         if positions_PE is not None:
             table = positions_PE.detach().float().contiguous()
             model.positions = _address("positions_PE", table, torch.float32, (max_positions, self.hidden))
@@ -300,6 +313,8 @@ class DecoderStep:
             step.adapter = _address("adapter_T", adapter_T, torch.int32, (num_rows,))
             step.adapters, step.num_adapters = ctypes.addressof(self.adapters.table), len(self.adapters.table)
         if seen_XE is not None:
+            if self._model.token_inputs:
+                raise ValueError("rows of images are of no token, of which the layers take something")
             step.seen = _address("seen_XE", seen_XE, torch.float32, (None, self.hidden))
             step.num_seen = seen_XE.shape[0]
         if self._rows_shape[0]:

@@ -19,7 +19,7 @@ from penjing.kernels.step_layers import LayerWeights, Packer, fill_experts, gate
 def fill_layers(
     layers: Sequence[LayerWeights], packer: Packer, hidden: int, num_heads: int, head_dim: int
 ) -> ctypes.Array[abi.Layer]:
-    """Pack the weights of `layers`, which `step_layers.check_layers` has seen.
+    """Pack the weights of `layers`, which `step_checks.check_layers` has seen.
 
     Raises:
         ValueError: vectors that do not fit.
@@ -28,8 +28,8 @@ def fill_layers(
     places = [0, 0]  # of layers with attention, and of those with convolutions
     for out, layer in zip(filled, layers, strict=True):
         kind = layer.taps is not None
-        out.place = places[kind]
-        places[kind] += 1
+        out.place = places[kind] if layer.keys_of is None else filled[layer.keys_of].place
+        places[kind] += layer.keys_of is None
         _fill(out, layer, packer, hidden, num_heads, head_dim)
     return filled
 
@@ -59,7 +59,7 @@ def _fill(out: abi.Layer, layer: LayerWeights, packer: Packer, hidden: int, num_
     out.activation = len(ACTIVATIONS) if clamped else ACTIVATIONS.index(layer.activation)
     out.gated = layer.up is not None
     out.curve[:] = layer.curve
-    out.parallel = layer.parallel
+    out.parallel, out.scale = layer.parallel, layer.scale
     if layer.experts is not None:
         fill_experts(out, layer, packer)
     else:
@@ -67,12 +67,20 @@ def _fill(out: abi.Layer, layer: LayerWeights, packer: Packer, hidden: int, num_
         out.down = packer.pack([layer.down])
     for name in ("input_norm", "post_norm", "out_norm", "down_norm"):
         setattr(out, name, vector(getattr(layer, name), hidden))
-    if layer.k is not None:
+    if layer.token is not None:
+        gate, made, norm = layer.token
+        out.token_gate, out.token_out = (packer.pack([each]) for each in (gate, made))
+        out.token_norm = vector(norm, hidden)
+    out.borrows = layer.keys_of is not None
+    if layer.taps is None:
         whole = layer.whole_norm
         out.q_norm = vector(layer.q_norm, size(layer.q)[0] if whole else head_dim)
-        out.k_norm = vector(layer.k_norm, size(layer.k)[0] if whole else head_dim)
-        if whole and (layer.q_norm is None or layer.k_norm is None or layer.norm_rotated):
+        of_keys = None if layer.k is None else size(layer.k)[0]
+        out.k_norm = vector(layer.k_norm, of_keys if whole else head_dim)
+        lacks = layer.q_norm is None or (layer.k_norm is None and layer.k is not None)
+        if whole and (lacks or layer.norm_rotated):
             raise ValueError("whole_norm needs q_norm and k_norm, before the rotation")
+        out.v_norm = vector(layer.v_norm, head_dim)
         out.whole_norm, out.norm_rotated, out.rotary = whole, layer.norm_rotated, layer.rotary
         out.sinks = vector(layer.sinks, num_heads)
     if layer.head_gate is not None:

@@ -63,6 +63,8 @@ class ExpertLayers:
         bias_of_logits: it is added to the router's outputs, before they are scores.
         shared: the last expert takes each token besides, with the weight 1; it may be wider than the others.
         shared_gate: its weight is the logistic function of the router's last output.
+        sum_norm, shared_norm: (hidden,) norms of what the chosen ones give together, and of what the shared one gives
+            with the weight 1, before both are added; None: neither.
     """
 
     router: FloatLinear
@@ -78,6 +80,8 @@ class ExpertLayers:
     shared_gate: bool = False
     margin: float | None = None
     bias_of_logits: bool = False
+    sum_norm: Tensor | None = None
+    shared_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class LayerWeights:
     post_norm: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    v_norm: Tensor | None = None
     window: int | None = None
     hadamard: int = 0
     """Block of the transform of the input of `down` (`kernels.hadamard`); 0: none."""
@@ -125,6 +130,13 @@ class LayerWeights:
     """Of xielu."""
     parallel: bool = False
     """Whether the MLP reads what attention reads, and both are added."""
+    scale: float = 1.0
+    """Of what leaves the layer."""
+    keys_of: int | None = None
+    """The layer whose keys and values it reads, where k and v are None."""
+    token: tuple[AnyLinear, AnyLinear, Tensor] | None = None
+    """(width, hidden), (hidden, width) and (hidden,): what reads the residual behind the MLP, what reads its GELU times
+    what the layer takes of a token, and the norm of what that gives."""
     rotary: int = 0
     """Row of the frequencies that the layer rotates by."""
     taps: Tensor | None = None
@@ -213,7 +225,7 @@ def pack_together(extension: CpuExtension, linears: Sequence[PackedInt8 | Packed
 def joins(group: Sequence[AnyLinear]) -> bool:
     """Whether layers of one input are packed as one: all INT8, as bytes or in 4 bits with the same groups, or all INT4
     with the same groups, type of scales and offsets or none. Activations of INT4 layers have as many bits, which
-    `check_layers` has seen."""
+    `step_checks.check_layers` has seen."""
     eights = [linear for linear in group if isinstance(linear, PackedInt8)]
     if len(eights) == len(group):
         return len({linear.group for linear in eights}) == 1  # `check_layers` has seen zero points: all or none
@@ -226,6 +238,8 @@ def groups_of(layers: Sequence[LayerWeights]) -> Iterable[Sequence[AnyLinear]]:
     """Layers of the same input, layer by layer."""
     for layer in layers:
         yield from (mixers(layer), (layer.out,))
+        if layer.token is not None:
+            yield from ((each,) for each in layer.token[:2])
         if layer.experts is None:
             yield from (gate_up(layer), (layer.down,))
             continue
@@ -273,12 +287,18 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         gate_ups[apart * index : apart * (index + 1)] = slots[:apart]
     for index, down in enumerate(experts.downs):
         downs[index] = packer.pack([down])
-    bias = None if experts.bias is None else experts.bias.detach().float().contiguous()
+    vectors = [
+        None if each is None else each.detach().float().contiguous()
+        for each in (experts.bias, experts.sum_norm, experts.shared_norm)
+    ]
+    bias, sum_norm, shared_norm = (None if each is None else each.data_ptr() for each in vectors)
     made = abi.Experts(
         router=packer.pack([experts.router]),
         gate_up=gate_ups,
         down=downs,
-        bias=None if bias is None else bias.data_ptr(),
+        bias=bias,
+        sum_norm=sum_norm,
+        shared_norm=shared_norm,
         num_experts=count,
         per_row=experts.per_row + experts.shared,
         factor=experts.factor,
@@ -288,7 +308,7 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
         bias_of_logits=experts.bias_of_logits,
         shared=experts.shared,
     )
-    packer.kept += [gate_ups, downs, made, bias]
+    packer.kept += [gate_ups, downs, made, *vectors]
     out.experts, out.num_gate_up = ctypes.pointer(made), apart
     out.gate_up[:apart], out.down = gate_ups[:apart], downs[0]
 
@@ -296,43 +316,6 @@ def fill_experts(out: abi.Layer, layer: LayerWeights, packer: Packer) -> None:
 def widest_expert(layer: LayerWeights) -> int:
     """Inner width of the MLP, or of the last expert, than which no other is wider."""
     return size(layer.gate if layer.experts is None else layer.experts.gates[-1])[0]
-
-
-def _check_experts(index: int, layer: LayerWeights, hidden: int, inner: int) -> None:
-    experts = layer.experts
-    assert experts is not None
-    count = len(experts.gates)
-    if layer.hadamard or layer.up is None or layer.inner_norm is not None:
-        raise ValueError(f"layer {index}: experts have a gate, no norm inside and no transform")
-    if layer.activation not in ("silu", "gelu_tanh", "clamped_swiglu"):
-        raise ValueError(f"layer {index}: {layer.activation} of experts is not known")
-    routed = count - experts.shared
-    rows = routed + experts.shared_gate
-    if size(experts.router) != (rows, hidden) or not 1 <= experts.per_row <= routed or rows > count:
-        raise ValueError(f"layer {index}: {routed} experts, {experts.per_row} a row, router {size(experts.router)}")
-    if experts.bias is not None and experts.bias.shape != (routed,):
-        raise ValueError(f"layer {index}: the bias of {routed} experts has shape {tuple(experts.bias.shape)}")
-    if experts.margin is not None and (experts.per_row != 2 or experts.shared):
-        raise ValueError(f"layer {index}: margin is of two experts a row, and none beside them")
-    widest = widest_expert(layer)
-    if widest < inner or (widest > inner and not experts.shared):
-        raise ValueError(f"layer {index}: the last expert is {widest} wide, others {inner}")
-    for name, linears in (("gates", experts.gates), ("ups", experts.ups), ("downs", experts.downs)):
-        found = [size(linear)[:: -1 if name == "downs" else 1] for linear in linears]
-        expected = [(inner, hidden)] * (count - 1) + [(widest, hidden)]
-        if found != expected:
-            raise ValueError(f"layer {index}: {name} of experts have {sorted(set(found))}; {expected[0]} is needed")
-    if stored_unlike(experts):
-        raise ValueError(f"layer {index}: experts must be stored alike")
-
-
-def _check_convolution(index: int, layer: LayerWeights, hidden: int) -> None:
-    assert layer.taps is not None
-    if layer.taps.dim() != 2 or layer.taps.shape[0] != hidden or layer.taps.shape[1] < 1:
-        raise ValueError(f"layer {index}: taps have shape {tuple(layer.taps.shape)}; ({hidden}, taps) is needed")
-    others = ("k", "v", "q_norm", "k_norm", "sinks", "window", "attended_norm", "head_gate")
-    if found := [name for name in others if getattr(layer, name) is not None]:
-        raise ValueError(f"layer {index}: a convolution has no {', '.join(found)}")
 
 
 def stored_unlike(experts: ExpertLayers) -> bool:
@@ -347,50 +330,3 @@ def _form(linear: AnyLinear) -> tuple[object, ...]:
     if isinstance(linear, PackedInt4):
         return 4, linear.group, linear.scale_NG.dtype, linear.offset_NG is None, linear.activation_bits
     return (linear.weight_NK.dtype,)
-
-
-def check_layers(layers: Sequence[LayerWeights], hidden: int, num_heads: int, q_size: int, kv_size: int) -> None:
-    """Raise ValueError unless all layers have the shapes of one decoder."""
-    if not layers:
-        raise ValueError("a decoder without layers")
-    for index, layer in enumerate(layers):
-        inner = size(layer.gate)[0]
-        if (layer.out_norm is None) != (layer.down_norm is None):
-            raise ValueError(f"layer {index}: of out_norm and down_norm one is missing")
-        if layer.experts is not None:
-            _check_experts(index, layer, hidden, inner)
-        elif layer.up is not None and layer.activation not in GATED:
-            raise ValueError(f"layer {index}: {layer.activation} of a gate; possible are {', '.join(GATED)}")
-        if layer.parallel and layer.out_norm is not None:
-            raise ValueError(f"layer {index}: parallel, with norms behind attention and MLP")
-        if layer.taps is not None:
-            _check_convolution(index, layer, hidden)
-        elif layer.k is None or layer.v is None:
-            raise ValueError(f"layer {index}: k or v is missing, and there are no taps")
-        gates = 0 if layer.head_gate is None else size(layer.head_gate)[0]
-        if gates not in (0, num_heads, q_size):
-            raise ValueError(f"layer {index}: {gates} gates; one for each of {num_heads} heads or {q_size} channels")
-        shapes = {
-            "q": (q_size if layer.taps is None else 3 * hidden, hidden),
-            "k": (kv_size, hidden),
-            "v": (kv_size, hidden),
-            "head_gate": (gates, hidden),
-            "out": (hidden, q_size if layer.taps is None else hidden),
-            "gate": (inner, hidden),
-            "up": (inner, hidden),
-            "down": (hidden, inner),
-        }
-        for name, shape in shapes.items():
-            linear = getattr(layer, name)
-            if linear is not None and size(linear) != shape:
-                raise ValueError(f"layer {index}: {name} has shape {size(getattr(layer, name))}; {shape} is needed")
-        for group in groups_of([layer]):
-            fours = [linear for linear in group if isinstance(linear, PackedInt4)]
-            if len(widths := {linear.group for linear in fours}) > 1:
-                raise ValueError(f"layer {index}: INT4 layers of one input have groups of {sorted(widths)} inputs")
-            if len({linear.zero_points for linear in group if isinstance(linear, PackedInt8)}) > 1:
-                raise ValueError(f"layer {index}: of INT8 layers of one input some have zero points and some have none")
-            if len({linear.offset_NG is None for linear in fours}) > 1:
-                raise ValueError(f"layer {index}: of INT4 layers of one input some have offsets and some have none")
-            if len({linear.activation_bits for linear in fours}) > 1:
-                raise ValueError(f"layer {index}: INT4 layers of one input read INT8 and bfloat16")

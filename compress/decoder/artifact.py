@@ -14,13 +14,14 @@ from penjing.compress.decoder.head import (
     compress_embedding,
     compress_head,
     compress_positions,
+    copy_token_inputs,
     embed_for_calibration,
     unties,
 )
 from penjing.compress.decoder.layer import FEW_ROWS, Activations, Rotations, compress_layer
 from penjing.compress.decoder.rotate import rotation_signs
 from penjing.compress.decoder.settings import Int8Settings
-from penjing.compress.decoder.stream import LayerStream
+from penjing.compress.decoder.stream import Beside, LayerStream
 from penjing.core.artifact.decoder import quantization_config
 from penjing.core.artifact.transform import HEAD as HEAD_ROTATION
 from penjing.core.artifact.transform import RESIDUAL, write_transforms
@@ -97,7 +98,7 @@ class _Layers:
     def _say_unsmoothed(self) -> None:
         alpha = self.settings.transform.smooth_down
         moe = self.config.moe
-        clamped = moe is not None and moe.activation != "silu"
+        clamped = moe is not None and moe.activation == "clamped_swiglu"
         absorbs = self.config.mlp_gated or self.config.inner_norms
         if alpha > 0 and (clamped or not absorbs):
             what = "the experts have an activation of their own" if clamped else "the MLPs have no gate"
@@ -122,13 +123,24 @@ class _Layers:
 
     def _layer(self, layer: int) -> dict[str, Any]:
         hidden_WTE = self._hidden_after(layer - 1)
-        compressed = compress_layer(self.stream, layer, self.settings, self.rotations, hidden_WTE)
+        beside = self._beside_of(layer)
+        compressed = compress_layer(self.stream, layer, self.settings, self.rotations, hidden_WTE, beside)
         self.tasks.save(_layer_name(layer), compressed.tensors)
         self.tasks.save(_changes_name(layer), compressed.changes)
+        if layer in beside.kept:
+            self.tasks.save(_kept_name(layer), dict(zip(_KEPT, beside.kept[layer], strict=True)))
         self.tasks.save(_hidden_name(layer), {"hidden": hidden_WTE})
         self._hidden_WTE = hidden_WTE
         errors = {name: error.as_dict() for name, error in compressed.errors.items()}
         return {"errors": errors, "few": {str(expert): rows for expert, rows in compressed.few.items()}}
+
+    def _beside_of(self, layer: int) -> Beside:
+        """What `layer` reads beside hidden states."""
+        kept, lender = dict[int, tuple[Tensor, Tensor]](), self.config.keys_of(layer)
+        if lender != layer:
+            stored = self.tasks.load(_kept_name(lender))
+            kept[lender] = stored[_KEPT[0]], stored[_KEPT[1]]
+        return Beside(self.windows_WT, kept)
 
     def _hidden_after(self, layer: int) -> Tensor:
         if self._hidden_WTE is not None:
@@ -185,7 +197,7 @@ class _Layers:
         found: dict[str, Tensor] = {}
         if self.rotations is not None:
             found = {RESIDUAL: rotation_signs(self.rotations.residual_EE)}
-            if self.config.attention_gate != "channel":
+            if self.config.rotates_values:
                 found[HEAD_ROTATION] = rotation_signs(self.rotations.head_DD)
         for layer in range(self.config.num_hidden_layers):
             changes = self.tasks.load(_changes_name(layer))
@@ -193,7 +205,7 @@ class _Layers:
         return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for tables in (compress_embedding, compress_positions):
+        for tables in (compress_embedding, compress_positions, copy_token_inputs):
             yield from tables(self.stream, self.settings, self.rotations).items()
         self.progress.advance()
         for layer in range(self.config.num_hidden_layers):
@@ -210,6 +222,13 @@ def _layer_name(layer: int) -> str:
 
 def _changes_name(layer: int) -> str:
     return f"changes_{layer:03d}"
+
+
+_KEPT = ("keys", "values")
+
+
+def _kept_name(layer: int) -> str:
+    return f"kept_{layer:03d}"
 
 
 def _hidden_name(layer: int) -> str:

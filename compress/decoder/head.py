@@ -23,7 +23,7 @@ from penjing.compress.decoder.weights import (
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
-from penjing.core.models.tensor_names import POSITIONS
+from penjing.core.models.tensor_names import POSITIONS, TOKEN_INPUTS
 from penjing.core.runtime.embedding import CHANNEL
 from penjing.core.runtime.schemes import EMBEDDING_MODULE
 from penjing.kernels.hadamard import hadamard
@@ -78,6 +78,18 @@ def compress_positions(stream: LayerStream, settings: Int8Settings, rotations: R
         return {}
     dtype = "float16" if settings.embedding_dtype == "int8" else settings.embedding_dtype
     return {POSITIONS: _rotated(POSITIONS, stream.stored(POSITIONS), dtype, rotations)}
+
+
+def copy_token_inputs(stream: LayerStream, settings: Int8Settings, rotations: Rotations | None) -> Weights:
+    """The table of what layers take of tokens, if there is one, in floating point.
+
+    Raises:
+        InputError: a value does not fit the dtype.
+    """
+    if not stream.config.token_inputs:
+        return {}
+    dtype = "float16" if settings.embedding_dtype == "int8" else settings.embedding_dtype
+    return {TOKEN_INPUTS: _rotated(TOKEN_INPUTS, stream.stored(TOKEN_INPUTS), dtype, None)}
 
 
 def _turned(rows_RE: Tensor, rotations: Rotations | None, block: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from penjing.compress.decoder.rotate import rotate_layer, rotation_matrix
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.smooth import FindScale, Heads, by_alpha, smooth_linears
 from penjing.compress.decoder.smooth_search import Search
-from penjing.compress.decoder.stream import LayerStream, Weights
+from penjing.compress.decoder.stream import Beside, LayerStream, Weights
 from penjing.compress.decoder.weights import (
     LinearError,
     QuantizedWeight,
@@ -35,6 +36,7 @@ from penjing.compress.rounding.stepped import SteppedWeight, quantize_stepped, q
 from penjing.core.artifact.transform import INPUTS, NORMS
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
+from penjing.core.models.config import DecoderConfig
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.rounding import INT8_LIMIT
 
@@ -124,9 +126,15 @@ class CompressedLayer:
 
 @torch.no_grad()
 def compress_layer(
-    stream: LayerStream, layer: int, settings: Int8Settings, rotations: Rotations | None, hidden_WTE: Tensor
+    stream: LayerStream,
+    layer: int,
+    settings: Int8Settings,
+    rotations: Rotations | None,
+    hidden_WTE: Tensor,
+    beside: Beside | None = None,
 ) -> CompressedLayer:
-    """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer."""
+    """Compress `layer`; `hidden_WTE`, the calibration text's (rotated) hidden states, moves on to the next layer.
+    `beside`: what else layers read of that text."""
     weights = stream.weights(layer)
     changes: Weights = {}
     if rotations is not None:
@@ -134,9 +142,9 @@ def compress_layer(
         rotate_layer(weights, stream.config, rotations.residual_EE, rotations.head_DD)
     seen = Activations(num_windows=hidden_WTE.shape[0])
     largest = LargestKV()
-    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe)
+    stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe, beside=beside)
     samples = seen.samples()
-    few = _fill_up(samples, weights)
+    few = _fill_up(samples, weights, stream.config)
     _check_finite(samples, layer)
     hidden_ME = seen.rows_of(hidden_WTE)
 
@@ -145,7 +153,10 @@ def compress_layer(
             return _routed_rule(settings)
         return _rule(settings, hidden_ME, settings.above(f"model.layers.{layer}.{linear}"))
 
-    scales = smooth_linears(weights, samples, stream.config, settings.transform, rule_of)
+    transform = settings.transform
+    if stream.config.keys_of(layer) != layer or stream.config.lends_keys(layer):
+        transform = transform.model_copy(update={"smooth_output": 0.0})  # values are of several layers
+    scales = smooth_linears(weights, samples, stream.config, transform, rule_of)
     changes |= {f"{first}.divided": scales[first] for first in INPUTS if first in scales}
     inputs = {name: x_MK / scales[name] if name in scales else x_MK for name, x_MK in samples.items()}
     if block := settings.transform.hadamard_down:
@@ -174,7 +185,7 @@ def compress_layer(
             )
             del tensors[f"{linear}.weight"]
             tensors |= quantized_tensors(linear, quantized)
-    if settings.kv_cache == "int8" and not stream.config.is_conv(layer):
+    if settings.kv_cache == "int8" and layer in stream.config.attention_layers:
         values_divided = inner_norm(weights, "self_attn.o_proj") is None  # else the norm is
         tensors |= largest.scales(scales.get("self_attn.o_proj") if values_divided else None)
     return CompressedLayer(tensors, errors, few, changes)
@@ -233,20 +244,22 @@ def _rounds(settings: Int8Settings) -> bool:
     return settings.activations_bits == 8
 
 
-def _fill_up(samples: dict[str, Tensor], weights: Weights) -> dict[int, int]:
+def _fill_up(samples: dict[str, Tensor], weights: Weights, config: DecoderConfig) -> dict[int, int]:
     """Give each expert that saw few tokens the sample of all tokens, in place.
 
     Returns:
         Expert → how many it saw.
     """
     few: dict[int, int] = {}
+    tanh = config.moe is not None and config.moe.activation == "gelu_tanh"
+    activate = partial(F.gelu, approximate="tanh") if tanh else F.silu
     for mlp in filter(is_routed, mlps(weights)):
         gate, up, down = (f"{mlp}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
         rows = len(samples.get(gate, ()))
         if rows < FEW_ROWS:
             few[int(mlp.rpartition(".")[2])] = rows
             x_MK = samples[gate] = samples["mlp.gate"]
-            samples[down] = F.silu(x_MK @ weights[f"{gate}.weight"].t()) * (x_MK @ weights[f"{up}.weight"].t())
+            samples[down] = activate(x_MK @ weights[f"{gate}.weight"].t()) * (x_MK @ weights[f"{up}.weight"].t())
     return few
 
 

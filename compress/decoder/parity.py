@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penjing.compress.decoder.stream import HEAD, LayerStream
+from penjing.compress.decoder.stream import HEAD, Beside, LayerStream
 from penjing.compress.decoder.weights import ROWS_AT_ONCE, QuantizedWeight, fake_quantize_activation
 from penjing.core.artifact.decoder import (
     INT8_RUNTIME,
@@ -146,13 +146,13 @@ class _LayerGaps:
         self._stream = stream
         self.gaps: list[Tensor] = []
 
-    def compare(self, layer: int, before_WTE: Tensor, after_WTE: Tensor) -> None:
+    def compare(self, layer: int, before_WTE: Tensor, after_WTE: Tensor, beside: Beside) -> None:
         stored, runtime_WTE = self._stream.stored_layer(layer), before_WTE.clone()
         fused = fuse_layer(self._stream.config, layer, stored)
         if fused is not None:
             runtime_WTE = fused(before_WTE)
         else:
-            self._stream.run(stored, runtime_WTE)
+            self._stream.run(stored, runtime_WTE, beside=Beside(beside.tokens_WT, dict(beside.kept)))
         self.gaps.append(relative_gaps(before_WTE, after_WTE, runtime_WTE).flatten())
 
 
@@ -171,22 +171,24 @@ class Computed:
 
 @torch.no_grad()
 def fake_quantized_logits(
-    checkpoint: Checkpoint, windows_WT: Tensor, each_layer: Callable[[int, Tensor, Tensor], None] | None = None
+    checkpoint: Checkpoint,
+    windows_WT: Tensor,
+    each_layer: Callable[[int, Tensor, Tensor, Beside], None] | None = None,
 ) -> Tensor:
     """(W, T) token ids → (W, T, V) float32 logits, with weights and activations rounded as stored and widened again.
 
     One layer is in memory at a time; a model in which nothing is quantized runs as it is.
 
     Args:
-        each_layer: called with the layer's number and its input and output, (W, T, E) float32.
+        each_layer: called with the layer's number, its input and output, (W, T, E) float32, and what it reads besides.
     """
-    stream = LayerStream(checkpoint)
+    stream, beside = LayerStream(checkpoint), Beside(windows_WT)
     hidden_WTE = stream.embed(windows_WT)
     for layer in range(stream.config.num_hidden_layers):
         before_WTE = hidden_WTE.clone()
-        run_fake_quantized(stream, layer, (hidden_WTE,))
+        run_fake_quantized(stream, layer, (hidden_WTE,), beside)
         if each_layer is not None:
-            each_layer(layer, before_WTE, hidden_WTE)
+            each_layer(layer, before_WTE, hidden_WTE, beside)
     logits_WTV = _head_logits(stream, table_basis(stream.final_norm(hidden_WTE), stream.config))
     if (bias_V := stream.head_bias()) is not None:
         logits_WTV += bias_V
@@ -205,8 +207,9 @@ def _head_logits(stream: LayerStream, x_WTE: Tensor) -> Tensor:
     return torch.cat([F.linear(x_WTE, QuantizedWeight(*block).dequantize()) for block in blocks], dim=-1)
 
 
-def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]) -> None:
-    """Send each of `hidden`, (W, T, E) float32, through a layer whose weights and activations are rounded, in place."""
+def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor], beside: Beside | None = None) -> None:
+    """Send each of `hidden`, (W, T, E) float32, through a layer whose weights and activations are rounded, in place;
+    `beside`: of the only one."""
 
     def rounded(name: str, x: Tensor) -> Tensor | None:
         scheme = stream.schemes.get(f"model.layers.{layer}.{name}")
@@ -214,7 +217,7 @@ def run_fake_quantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]
 
     module = stream.float_layer(layer, stream.weights(layer))
     for hidden_WTE in hidden:
-        stream.run(module, hidden_WTE, rounded)
+        stream.run(module, hidden_WTE, rounded, beside=beside)
 
 
 def run_dequantized(stream: LayerStream, layer: int, hidden: Iterable[Tensor]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 """Linear layers that choose and weigh experts. They stay floating, as every engine has them."""
+TOKENS = ("token.gate_proj", "token.out_proj")
+"""What takes something of a token behind the MLP."""
 _DOWN = ".down_proj.weight"
 
 
@@ -30,9 +32,8 @@ def mixer(names: Iterable[str]) -> tuple[tuple[str, ...], str]:
     its result."""
     if "conv.in_proj.weight" in names:
         return ("conv.in_proj",), "conv.out_proj"
-    readers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gated = "self_attn.g_proj.weight" in names
-    return (*readers, "self_attn.g_proj") if gated else readers, "self_attn.o_proj"
+    readers = tuple(f"self_attn.{part}_proj" for part in "qkvg")
+    return tuple(reader for reader in readers if f"{reader}.weight" in names), "self_attn.o_proj"
 
 
 def is_routed(name: str) -> bool:
@@ -68,4 +69,4 @@ def same_input(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for mlp in mlps(names):
         groups[f"{mlp}.gate_proj"] = gate_up(names, mlp)
         groups[f"{mlp}.down_proj"] = (f"{mlp}.down_proj",)
-    return groups
+    return groups | {name: (name,) for name in TOKENS if f"{name}.weight" in names}

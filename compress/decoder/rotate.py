@@ -66,8 +66,8 @@ def rotate_layer(weights: Weights, config: DecoderConfig, residual_EE: Tensor, h
         for name in (f"{linear}.weight", f"{linear}.bias"):
             if name in weights:
                 weights[name] = rotate_output(weights[name], residual_EE)
-    if mixed != "self_attn.o_proj" or config.attention_gate == "channel":
-        return  # each channel of a convolution has weights of its own, and each of those a gate
+    if mixed != "self_attn.o_proj" or not config.rotates_values:
+        return  # each channel of a convolution has weights of its own
     per_head_q = torch.block_diag(*[head_DD] * config.num_attention_heads)
     per_head_v = torch.block_diag(*[head_DD] * config.num_key_value_heads)
     for name in ("self_attn.v_proj.weight", "self_attn.v_proj.bias"):

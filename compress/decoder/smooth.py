@@ -131,7 +131,7 @@ def smooth_linears(
             for name in names:
                 weights[name].mul_(scale_K)
             scales |= dict.fromkeys(readers, scale_K)
-    linear = config.moe is None or config.moe.activation == "silu"
+    linear = config.moe is None or config.moe.activation != "clamped_swiglu"
     if transform.smooth_down > 0 and linear:
         for mlp in mlps(weights):
             down = f"{mlp}.down_proj"
@@ -150,8 +150,10 @@ def smooth_linears(
         scales[out] = scale_K
     elif transform.smooth_output > 0:
         weight_NK = weights[f"{out}.weight"]
-        norm = inner_norm(weights, out)
-        heads = Heads(config.num_key_value_heads, config.head_dim) if norm is None else None
+        norm, heads = inner_norm(weights, out), None
+        if norm is None:  # a norm of values is the same for all heads
+            heads = Heads(1 if config.value_norm else config.num_key_value_heads, config.head_dim)
+            norm = "self_attn.v_norm" if config.value_norm else None
         scale_C = rule_of(out)(samples[out], weight_NK, transform.smooth_output, heads)
         _divide_outputs(weights, norm or "self_attn.v_proj", scale_C)
         scale_K = scale_C if heads is None else heads.of_queries(scale_C, weight_NK.shape[1])

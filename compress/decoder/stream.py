@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penjing.core.checkpoint.decoder import Checkpoint, open_checkpoint
-from penjing.core.errors import ConfigError
+from penjing.core.errors import ConfigError, InputError
 from penjing.core.models.attention import Attend, causal_attention
+from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder, DecoderLayer, capped_logits, table_basis
 from penjing.core.models.rope import inverse_frequencies, layer_angles
-from penjing.core.models.tensor_names import POSITIONS
+from penjing.core.models.tensor_names import POSITIONS, TOKEN_INPUTS
 from penjing.core.runtime.embedding import stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized, dequantized, quantized_linear
 from penjing.core.runtime.schemes import Scheme, has_int8_embedding, quantized_modules
@@ -34,7 +36,34 @@ Observe = Callable[[str, Tensor], Tensor | None]
 # Called with the keys (as they are cached: rotated) and values of each window, (1, T, KV, D).
 ObserveKV = Callable[[Tensor, Tensor], None]
 
+
+class Beside:
+    """What layers read of texts beside their hidden states: the tokens, and keys and values of layers before them.
+
+    Attributes:
+        tokens_WT: (W, T) int64.
+        kept: layer → its keys and values (W, T, KV, D), where layers behind it read them, too.
+    """
+
+    def __init__(self, tokens_WT: Tensor, kept: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        self.tokens_WT = tokens_WT
+        self.kept = {} if kept is None else kept
+
+
 Half = Callable[[Tensor], Tensor]  # the residual stream of a window (1, T, E) → what it is behind that half of a layer
+
+
+def refuse_tokens(config: DecoderConfig, folder: Path, what: str) -> None:
+    """Refuse a decoder whose layers read more than hidden states where `what` knows nothing of it.
+
+    Raises:
+        InputError: it has such layers.
+    """
+    if config.token_inputs or config.shared_keys:
+        raise InputError(
+            f"{folder} has layers that take something of tokens or read others' keys (token_inputs, shared_keys), "
+            f"which {what} does not know; quantize it without training, or serve it as it is ('penjing serve {folder}')"
+        )
 
 
 class LayerStream:
@@ -115,8 +144,10 @@ class LayerStream:
         observe: Observe | None = None,
         observe_kv: ObserveKV | None = None,
         attend: Attend | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        """Send `hidden_WTE` through a layer, window by window, in place; `attend`: instead of the network's own."""
+        """Send `hidden_WTE` through a layer, window by window, in place; `attend`: instead of the network's own;
+        `beside`: of the same windows, where layers of the network read more than hidden states."""
         sees = attend or causal_attention(self._decoder.config)
 
         def watched(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -126,12 +157,35 @@ class LayerStream:
 
         handles = [] if observe is None else _hook_linears(module, observe)
         cos, sin = self._angles(module, hidden_WTE.shape[1])
+        own: list[tuple[Tensor, Tensor]] = []
         try:
-            for window_TE in hidden_WTE:
-                window_TE.copy_(module(window_TE[None], cos, sin, replace(sees, attention=watched))[0])
+            for window, window_TE in enumerate(hidden_WTE):
+                kept, token = self._read_beside(module, beside, window)
+                watching = replace(sees, attention=watched, kept=kept)
+                window_TE.copy_(module(window_TE[None], cos, sin, watching, *token)[0])
+                own += [kept[layer] for layer in kept if layer == module.mixer.layer]
         finally:
             for handle in handles:
                 handle.remove()
+
+        if own and beside is not None:
+            keys, values = (torch.cat(each) for each in zip(*own, strict=True))
+            beside.kept[module.mixer.layer] = keys, values
+
+    def _read_beside(
+        self, module: DecoderLayer, beside: Beside | None, window: int
+    ) -> tuple[dict[int, tuple[Tensor, Tensor]], tuple[Tensor, ...]]:
+        layer, config = module.mixer.layer, self.config
+        lender = config.keys_of(layer)
+        if beside is None:
+            refuse_tokens(config, self.checkpoint.folder, "this step")
+            return {}, ()
+        kept = {} if lender == layer else {lender: tuple(each[window, None] for each in beside.kept[lender])}
+        token: tuple[Tensor, ...] = ()
+        if config.token_inputs:
+            rows_T = beside.tokens_WT[window] * config.num_hidden_layers + layer
+            token = (F.embedding(rows_T, self.stored(TOKEN_INPUTS)).float()[None],)
+        return kept, token  # pyright: ignore[reportReturnType]
 
     def halves(self, module: DecoderLayer, num_tokens: int) -> tuple[Half, Half]:
         """Attention, or what stands in its place, and MLP of a layer, each with its norm and added to the residual

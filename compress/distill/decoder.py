@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penjing.compress.decoder.check import refuse_experts
+from penjing.compress.decoder.stream import refuse_tokens
 from penjing.compress.distill.cache import Answer, TeacherCache
 from penjing.compress.distill.networks import check_decoder, decoder, same_tokens
 from penjing.compress.distill.objective import Distillation, DistillWeights, Teacher
@@ -40,6 +41,7 @@ def text(source: Path, step: TrainingSettings, _: DataSettings) -> TextData:
     """
     config = open_checkpoint(source).config
     refuse_experts(config, source, "training inside a compression run")
+    refuse_tokens(config, source, "training inside a compression run")
     if not step.sources:
         raise ConfigError(f"{source} is a decoder: give the step sources = [folders of text], or 'builtin:code'")
     if wrong := [*unused(step, {"pad", "flip", "erase", "scale", "colour"}), *["mix"] * bool(step.mixture())]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penjing.compress.decoder.stream import LOGIT_ROWS, LayerStream
+from penjing.compress.decoder.stream import LOGIT_ROWS, Beside, LayerStream
 from penjing.compress.samples.text import EVALUATE, spread
 from penjing.core.errors import InputError
 from penjing.core.progress import Progress, Silent
@@ -79,10 +79,10 @@ def streamed_losses(
     """
     progress = progress or Silent()
     windows_WT = torch.cat(list(windows.values()))
-    hidden_WTE = stream.embed(windows_WT)
+    hidden_WTE, beside = stream.embed(windows_WT), Beside(windows_WT)
     for layer in range(stream.config.num_hidden_layers):
         module = stream.float_layer(layer, stream.weights(layer)) if weights_alone else stream.stored_layer(layer)
-        stream.run(module, hidden_WTE)
+        stream.run(module, hidden_WTE, beside=beside)
         progress.advance()
     head = stream.floating_head() if weights_alone else stream.stored_head()
     losses = [

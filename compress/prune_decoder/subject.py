@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penjing.compress.decoder.check import check_finite, check_model, refuse_experts
+from penjing.compress.decoder.stream import refuse_tokens
 from penjing.compress.measure.skeleton import BATCH, TOKENS
 from penjing.compress.prune.graph import Group, Place
 from penjing.compress.prune.ranking import Choice
@@ -67,6 +68,7 @@ class DecoderSubject:
         check_model(self._checkpoint)
         self._stored_names = frozenset(self._checkpoint.tensor_names)
         refuse_experts(self._checkpoint.config, folder, "pruning")
+        refuse_tokens(self._checkpoint.config, folder, "pruning")
         if self._checkpoint.manifest is not None:
             verify(folder)
         check_finite(self._checkpoint, progress)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penjing.compress.decoder.stream import refuse_tokens
 from penjing.compress.measure.evaluate import Change, EvaluateSettings, compare, perplexity
 from penjing.compress.measure.generate import log_likelihoods
 from penjing.compress.measure.perplexity import evaluation_windows, own_windows
@@ -58,6 +59,7 @@ def open_whole(source: Path) -> Checkpoint:
     checkpoint = open_checkpoint(source)
     if checkpoint.quantization is not None:
         raise ConfigError(f"{source} is in integers; make the vocabulary of the checkpoint smaller that it was made of")
+    refuse_tokens(checkpoint.config, source, "a smaller vocabulary")
     if checkpoint.manifest is not None:
         verify(source)
     return checkpoint

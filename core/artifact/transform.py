@@ -111,7 +111,8 @@ class LayerTransforms:
         if layer == "self_attn.v_proj":
             if self._head_DD is not None:
                 found_NR = (self._head_DD.t() @ found_NR.unflatten(0, (-1, len(self._head_DD)))).flatten(0, 1)
-            if (divided_K := vectors.get(f"{prefix}.self_attn.o_proj.divided")) is not None:
+            divided_K = None if self._config.value_norm else vectors.get(f"{prefix}.self_attn.o_proj.divided")
+            if divided_K is not None:
                 # The query heads of a value head share its scales.
                 divided_N = divided_K.view(self._config.num_key_value_heads, -1, self._config.head_dim)[:, 0].flatten()
         elif layer == "conv.in_proj":
@@ -147,7 +148,7 @@ def read_transforms(folder: Path, config: DecoderConfig) -> LayerTransforms | No
     for name, vector in vectors.items():
         if sizes.get(name) != tuple(vector.shape) or not bool(vector.double().isfinite().all()):
             raise InputError(f"{path}: {name:.100} does not belong to this network; make the artifact again")
-    heads = config.attention_gate != "channel"  # through which no rotation of a head passes
+    heads = config.rotates_values
     wanted = [name for name in sizes if (name == HEAD and heads) or name.endswith(".folded")]
     wanted = wanted if RESIDUAL in vectors else []
     if lost := [name for name in wanted if name not in vectors]:

@@ -21,6 +21,7 @@ from penjing.core.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Decoder
 from penjing.core.models.rope import at_context, inverse_frequencies
+from penjing.core.models.tensor_names import TOKEN_INPUTS
 from penjing.core.runtime.batch_invariant import apply_batch_invariance, apply_image_invariance
 from penjing.core.runtime.embedding import Int8Embedding, stored_table, tied_name
 from penjing.core.runtime.quantized import apply_quantized
@@ -237,7 +238,7 @@ def _build(checkpoint: Checkpoint, device: torch.device, share: tuple[int, int] 
         if share is not None:
             rank, ranks = share
             value = Split(config, ranks).cut(rank, name, value)
-        elif name != EMBEDDING or config.tie_word_embeddings:
+        elif name != TOKEN_INPUTS and (name != EMBEDDING or config.tie_word_embeddings):
             value = value.to(torch.float32)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))

@@ -13,17 +13,20 @@ from penjing.core.folded.centred import CENTRED
 from penjing.core.folded.cohere import COHERES
 from penjing.core.folded.experts import EXPERTS
 from penjing.core.folded.fold import (
+    SEEING,
     Family,
     Fold,
     Values,
     config_of,
     count_of,
     flag_of,
+    inside_of,
     latent_of,
     number_of,
     partial_of,
     ropes_of,
     sliding_of,
+    text_of,
     unrotated_of,
 )
 from penjing.core.folded.gated import GATED
@@ -44,12 +47,13 @@ _AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm"
 
 # null says that there is none, not what is usual
 _NONE = ("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "scale_depth", "dim_model_base")
+_NONE += ("attention_value_scale",)
 
 
 def folds(values: Values) -> bool:
     """Whether a parsed `config.json` is of a family that is read here."""
     kind = values.get("model_type")
-    return isinstance(kind, str) and kind in _FAMILIES
+    return isinstance(kind, str) and (kind in _FAMILIES or kind in SEEING)
 
 
 def fold_from_hf(values: Values, source: str) -> Fold:
@@ -59,12 +63,20 @@ def fold_from_hf(values: Values, source: str) -> Fold:
         InputError: it is another kind of model, a field is missing or invalid, or it has what no layer of ours has.
     """
     kind = values["model_type"]
-    family = _FAMILIES[kind]
+    family = None if kind in SEEING else _FAMILIES[kind]
     named = values.get("architectures") or [FOLDED[kind]]
-    if not isinstance(named, list) or not {FOLDED[kind], family.also} & set(map(str, named)):
+    if not isinstance(named, list) or not {FOLDED[kind], family and family.also} & set(map(str, named)):
         said = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
         raise InputError(f"{source}: {said} is not a language model; take a {FOLDED[kind]} folder")
-    usual = family.defaults
+    if family is None:
+        text = text_of(values, source)
+        inner = _FAMILIES.get(text["model_type"], _MISTRAL)
+        return inside_of(_read(inner, text, source))
+    return _read(family, values, source)
+
+
+def _read(family: Family, values: Values, source: str) -> Fold:
+    kind, usual = values["model_type"], family.defaults
     if "rope_parameters" in usual and values.get("rope_scaling"):  # as older folders call them: none is usual beside it
         theta = usual["rope_parameters"]["rope_theta"]
         usual = usual | {"rope_theta": theta, "rope_parameters": values["rope_scaling"]}
@@ -201,7 +213,24 @@ def _seed_oss(values: Values, source: str) -> Fold:
     return Fold(config_of(values, source, attention_output_bias=bool(values.get("attention_out_bias"))))
 
 
+def _mistral(values: Values, source: str) -> Fold:
+    return Fold(config_of(values, source, sliding_window=values.get("sliding_window")))
+
+
 # What transformers assumes when a config.json leaves the field out.
+_MISTRAL = Family(
+    _mistral,
+    {
+        "vocab_size": 131072,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
+)
 _GLM: Values = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-7,

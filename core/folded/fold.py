@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from penjing.core.config import parse_config
 from penjing.core.errors import ConfigError, InputError
@@ -16,6 +19,59 @@ Values = dict[str, Any]
 LARGEST = 1e18  # of a factor: its square is still a float32, and an integer of hundreds of digits is none
 _PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_TYPES = ("mixtral", "qwen3_moe", "dots1", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """How the heads of a layer are stored, where layers differ: smaller ones get zeros behind each of their halves, and
+    fewer heads of keys and values are repeated.
+
+    Attributes:
+        size: dimensions of a head there.
+        keys: heads of keys and values there.
+        values: dimensions of a head of values there, if others; those of queries and keys are then all of ours.
+        sinks: whether the heads have sinks there; else ours have such as no score is below.
+        values_are_keys: values come from the matrix of the keys.
+    """
+
+    size: int
+    keys: int
+    values_are_keys: bool = False
+    values: int | None = None
+    sinks: bool = True
+
+    def as_ours(self, size: int, keys: int, dim: int, of_keys: bool, of_values: bool) -> Stretched | None:
+        """What makes of a tensor, whose heads stand along `dim`, one of heads of `size`, and of `keys` if it is
+        `of_keys`; None where it is one."""
+        repeats = keys // self.keys if of_keys else 1
+        there = self.size if self.values is None or not of_values else self.values
+        return None if (there, repeats) == (size, 1) else Stretched(dim, there, size, repeats)
+
+
+@dataclass(frozen=True)
+class Stretched:
+    """Heads along `dim` of a tensor, of `there` dimensions, that become `repeats` times as many of `whole`."""
+
+    dim: int
+    there: int
+    whole: int
+    repeats: int = 1
+
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that it gets; as it is where it is none of such heads."""
+        if len(shape) <= self.dim:
+            return shape
+        heads, rest = divmod(shape[self.dim], self.there)
+        found = heads * self.repeats * self.whole
+        return shape if rest else (*shape[: self.dim], found, *shape[self.dim + 1 :])
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """The tensor so."""
+        halves = tensor.unflatten(self.dim, (-1, 2, self.there // 2))
+        sizes = list(halves.shape)
+        sizes[self.dim + 2] = (self.whole - self.there) // 2
+        halves = torch.cat((halves, halves.new_zeros(sizes)), self.dim + 2)
+        return halves.repeat_interleave(self.repeats, self.dim).flatten(self.dim, self.dim + 2)
 
 
 @dataclass(frozen=True)
@@ -34,6 +90,7 @@ class Fold:
         plus_one: norms multiply by 1 + w.
         embedding, final: factors of the embedding and of the last norm.
         query: factor of the queries.
+        value: factor of the values.
         residual: factor of what attention and MLP add: of their last matrix, or of the norm behind it.
         experts: factor of what experts and the MLP beside them add, too.
         rotary: dimensions of a head that rotate, the first ones.
@@ -50,8 +107,17 @@ class Fold:
         more_layers: the folder has layers beyond those of the network, which guess further tokens.
         heads: of each layer the heads of queries that it has there, where some have fewer than others; those it lacks
             are zeros here, which give nothing.
+        layer_heads: how the heads of each layer are stored, where layers differ.
+        plain_values: norms of values have no weights there.
+        reads: module of ours → the vector of its layer by which it multiplies what the norm before the MLP leaves,
+            where that norm has no weight there; ours has the vector of `main_reader`.
+        main_reader: one of `reads`.
+        gains: module of ours, of experts → the vector that has a factor of each.
+        router: factor of the router's weights.
         unused: ends of names of tensors that older checkpoints store and nothing reads.
-        apart: beginnings of names of what guesses further tokens.
+        apart: beginnings of names of what guesses further tokens, or sees.
+        left_out: what a user is told of those.
+        inside: beginnings of names of a network inside another one, of which a folder has one.
     """
 
     config: DecoderConfig
@@ -66,6 +132,7 @@ class Fold:
     embedding: float = 1.0
     final: float = 1.0
     query: float = 1.0
+    value: float = 1.0
     residual: float = 1.0
     experts: float = 1.0
     rotary: int = 0
@@ -80,6 +147,14 @@ class Fold:
     first_position: int = 0
     more_layers: bool = False
     heads: tuple[int, ...] = ()
+    layer_heads: tuple[LayerHeads, ...] = ()
+    plain_values: bool = False
+    reads: dict[str, str] = field(default_factory=dict)
+    main_reader: str = ""
+    gains: dict[str, str] = field(default_factory=dict)
+    router: float = 1.0
+    left_out: str = ""
+    inside: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
 
@@ -100,6 +175,38 @@ class Family:
     activations: tuple[str, ...] = ("silu", "swish")
     also: str | None = None
     aliases: dict[str, str] = field(default_factory=dict)
+
+
+SEEING: dict[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
+"""Networks that see, by the types that their text parts may have; those are read, for texts alone."""
+_EYES = ("vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "multi_modal_projector.")
+_EARS = ("audio_tower.", "embed_audio.")
+_ABOVE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def text_of(values: Values, source: str) -> Values:
+    """The settings of the text part of one of SEEING."""
+    kinds, text = SEEING[values["model_type"]], values.get("text_config")
+    text = {} if text is None else text
+    if not isinstance(text, dict):
+        raise InputError(f"{source}: text_config must have the settings of what reads text")
+    kind = text.get("model_type", kinds[0])
+    if kind not in kinds:
+        raise InputError(f"{source}: a text part of type {kind!r} is not supported; {' or '.join(kinds)} is")
+    above = {name: values[name] for name in _ABOVE if values.get(name) is not None}
+    return text | above | {"model_type": kind, "architectures": None}
+
+
+def inside_of(fold: Fold) -> Fold:
+    """`fold` of a text part, as transformers 5 stores it inside what sees, or as it was published."""
+    found = tuple(f"{begin}{part}" for begin in ("", "model.") for part in (*_EYES, *_EARS))
+    inside = ("model.language_model.", "language_model.model.")
+    return replace(fold, inside=inside, apart=fold.apart + found, left_out="what sees and hears")
 
 
 def config_of(values: Values, source: str, rope: Values | None = None, **changes: Any) -> DecoderConfig:

@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 
 from penjing.core.errors import InputError
-from penjing.core.folded.fold import Fold
+from penjing.core.folded.fold import Fold, Stretched
 from penjing.core.models.rope import yarn_magnitudes
 from penjing.core.models.tensor_names import tensor_shapes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OF_QUERIES = ("self_attn.q_proj", "self_attn.g_proj")
+_NORMED = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.v_norm")
+_SINKS = "self_attn.sinks"
+NO_SINK = -30000.0  # of which an exponential function is 0 beside any score; half precision holds it
+_OF_KEYS = ("self_attn.k_", "self_attn.v_")  # stored, though not read, where layers read others' keys
 _OUT = "self_attn.o_proj.weight"
 _MLP = ("gate_proj", "up_proj")
 _TABLES = ("embed_tokens", "embed_positions")
+_BEFORE_MLP = "post_attention_layernorm"
 _MLPS = ("mlp", "mlp.shared_experts")
 WRITERS = ("self_attn.o_proj", ".down_proj")
 _OF_EXPERTS = ("mlp.experts.", "mlp.shared_experts.")
-EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 _CHOICE = "mlp.e_score_correction_bias"
 _AFTER = ("attention_output_norm.", "mlp_output_norm.")
 _BIASES = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out", "lm_head": "head"}
@@ -84,6 +89,8 @@ class Placement:
     def __init__(self, fold: Fold) -> None:
         self.fold, self.config = fold, fold.config
         self._order = _rotary_order(fold)
+        layers = range(self.config.num_hidden_layers if self.config.shared_keys else 0)
+        self._borrowing = {layer for layer in layers if self.config.keys_of(layer) != layer}
 
     def get(self, name: str, stored: Callable[[str], Tensor], shape: Callable[[str], tuple[int, ...]]) -> Tensor:
         """The tensor `name`; in float32 where it is changed.
@@ -113,7 +120,8 @@ class Placement:
     def holds(self, name: str) -> bool:
         """Whether the tensor `name` is stored; the others are 1 or, of one with centred norms, 0 at first."""
         if not self.fold.centred:
-            return not (self.fold.plain_norms and name.endswith("norm.weight"))
+            plain = self.fold.plain_norms and name.endswith("norm.weight")
+            return not (plain or (self.fold.plain_values and name.endswith(".v_norm.weight")) or self._sinkless(name))
         module, _, kind = name.rpartition(".")
         if module.endswith("norm"):
             part = "norm" if kind == "weight" else "shift"
@@ -123,23 +131,53 @@ class Placement:
             part = _BIASES.get(module.rpartition(".")[2], "mlp")
         return part in self.fold.stored
 
+    def _sinkless(self, name: str) -> bool:
+        layer, leaf = split_name(name)
+        return layer is not None and leaf == _SINKS and bool(heads := self.fold.layer_heads) and not heads[layer].sinks
+
     def _plain(self, name: str, stored: Callable[[str], Tensor], shape: Callable[[str], tuple[int, ...]]) -> Tensor:
         """The tensor without what centred norms need."""
         if not self.holds(name):
-            return self._changed(name, torch.ones(shape(name)))
+            return self._changed(name, torch.full(shape(name), NO_SINK if name.endswith(_SINKS) else 1.0))
         theirs, rows = self.place(name)
         tensor = stored(theirs)
         if name.endswith(_CHOICE):
             return tensor.flatten()
         tensor = tensor.t() if self.is_transposed(theirs) else tensor
         changed = self._changed(name, tensor if rows is None else rows.of(tensor).clone())
+        if self.fold.reads:
+            changed = self._read_alike(name, changed, stored)
         missing = self.missing(name)
         return changed if missing is None else missing.added(changed)
 
-    def missing(self, name: str) -> Missing | None:
-        """The heads that the tensor `name` lacks where it is stored."""
+    def _read_alike(self, name: str, tensor: Tensor, stored: Callable[[str], Tensor]) -> Tensor:
+        """A matrix that multiplies what it reads by a vector of its own, where the norm before it does that here."""
+        layer, leaf = split_name(name)
+        module, number = EXPERT.sub("*", leaf.rpartition(".")[0]), EXPERT.search(leaf)
+        if layer is None:
+            return tensor
+        if module == _BEFORE_MLP:
+            return torch.where(tensor == 0, 1.0, tensor)
+        if number is not None and module in self.fold.gains:
+            gain = stored(f"{self.fold.layers}{layer}.{self.fold.gains[module]}")[int(number[0])]
+            return (tensor.double() * gain.double()).float()
+        if module not in self.fold.reads:
+            return tensor
+        own, main = (
+            stored(f"{self.fold.layers}{layer}.{self.fold.reads[each]}").double()
+            for each in (module, self.fold.main_reader)
+        )
+        factor = own / torch.where(main == 0, 1.0, main)
+        return tensor if bool((factor == 1).all()) else (tensor.double() * factor).float()
+
+    def missing(self, name: str) -> Missing | Stretched | None:
+        """What the heads of the tensor `name` lack where it is stored."""
         layer, leaf = split_name(name)
         module = leaf.rpartition(".")[0]
+        if layer is not None and self.fold.layer_heads and (leaf == _OUT or module in (*_QKV, *_NORMED)):
+            size, keys = self.config.head_dim, self.config.num_key_value_heads
+            of_values = leaf == _OUT or module == _QKV[2]
+            return self.fold.layer_heads[layer].as_ours(size, keys, int(leaf == _OUT), module in _QKV[1:], of_values)
         if layer is None or not self.fold.heads or not (leaf == _OUT or module in _OF_QUERIES):
             return None
         there, whole = self.fold.heads[layer], self.config.num_attention_heads
@@ -175,7 +213,8 @@ class Placement:
         rotated = self._order_of(layer)
         if leaf.startswith(("self_attn.q_", "self_attn.k_")) and rotated is not None:
             heads = config.num_attention_heads if layer is None or not fold.heads else fold.heads[layer]
-            heads = heads if leaf.startswith("self_attn.q_") else config.num_key_value_heads
+            own = fold.layer_heads[layer].keys if layer is not None and fold.layer_heads else None
+            heads = heads if leaf.startswith("self_attn.q_") else own or config.num_key_value_heads
             many = 1 if norm and config.qk_norm_over == "head" else heads
             order = (torch.arange(many)[:, None] * config.head_dim + rotated).flatten()
             scale = yarn_magnitudes(config.rope_scaling)[0]
@@ -183,10 +222,18 @@ class Placement:
                 # it reaches the dimensions that stand still here, and does not there
                 still = rotated >= (fold.rotary or config.head_dim)
                 factor = torch.where(still, 1 / scale, 1.0).double().repeat(many)
-        number = self._factor(layer, leaf)
+        number = self._factor(layer, leaf) * self._of_smaller_heads(layer, leaf)
         if number != 1.0:
             factor = torch.full((1,), number, dtype=torch.float64) if factor is None else factor * number
         return order, factor
+
+    def _of_smaller_heads(self, layer: int | None, leaf: str) -> float:
+        """Factor of what makes a head of zeros, too: as large over all dimensions as over those that are there."""
+        if layer is None or not self.fold.layer_heads:
+            return 1.0
+        grown = (self.config.head_dim / self.fold.layer_heads[layer].size) ** 0.5
+        module = leaf.rpartition(".")[0]
+        return grown if module in _QKV else 1 / grown if module in _NORMED else 1.0
 
     def moved(self) -> list[str]:
         """Linear layers, by their names in a layer, whose inputs or outputs are others than where they are stored."""
@@ -197,6 +244,7 @@ class Placement:
             if layer is None or not leaf.endswith("_proj.weight"):
                 continue
             centred = self.fold.centred and ("shift" in self.fold.stored or module.endswith(WRITERS))
+            centred = centred or EXPERT.sub("*", module) in {**self.fold.reads, **self.fold.gains}
             if centred or self.missing(name) is not None or self.arranged(name) != (None, None):
                 found.add(module)
         return sorted(found)
@@ -214,8 +262,12 @@ class Placement:
             leaf == "self_attn.q_proj.bias" and not config.qk_norm
         ):
             return fold.query
+        if leaf.startswith("self_attn.v_proj."):
+            return fold.value
         if leaf.startswith(_AFTER) if config.norms != "before" else leaf.rpartition(".")[0].endswith(WRITERS):
             return fold.residual * (fold.experts if leaf.startswith(_OF_EXPERTS) else 1.0)
+        if leaf == "mlp.gate.weight":
+            return fold.router
         if layer is None and leaf == "model.embed_tokens.weight":
             return fold.embedding
         if layer is None and leaf.endswith("norm.weight"):
@@ -232,6 +284,8 @@ class Placement:
             first = fold.first_position if module == "model.embed_positions" else 0
             rows = Rows(first, first + config.max_position_embeddings) if first else None
             return f"{fold.outside.get(module, module)}.{kind}", rows
+        if fold.layer_heads and module == "self_attn.v_proj" and fold.layer_heads[layer].values_are_keys:
+            module = "self_attn.k_proj"
         if leaf in fold.names:
             return f"{fold.layers}{layer}.{fold.names[leaf]}", None
         rows = None
@@ -267,15 +321,24 @@ class Placement:
         number, _, leaf = module.removeprefix(fold.layers).partition(".")
         if not module.startswith(fold.layers) or not number.isdecimal():
             found = _named_so(module, fold.outside)
-        elif fold.more_layers and int(number) >= self.config.num_hidden_layers:
+        elif self._leaves_out(int(number), leaf):
             return []
         else:
-            if whole := [ours for ours, name in fold.names.items() if name == f"{leaf}.{kind}"]:
+            inside = stored.removeprefix(f"{fold.layers}{number}.")
+            if whole := [ours for ours, name in fold.names.items() if name == inside]:
                 return [f"model.layers.{number}.{ours}" for ours in whole]
             own = [each for ours in _named_so(leaf, fold.names) for each in self._fused(ours)]
+            here = fold.layer_heads[int(number) : int(number) + 1]
+            if own == ["self_attn.k_proj"] and any(each.values_are_keys for each in here):
+                own.append("self_attn.v_proj")
             found = [f"model.layers.{number}.{each}" for each in own]
         shifts = kind == "bias" and "shift" in fold.stored
         return [f"{each}.{kind}" for each in found if not (shifts and each.endswith("norm"))]
+
+    def _leaves_out(self, layer: int, leaf: str) -> bool:
+        """Whether the network has no such module: of layers that guess further tokens, or keys that nothing reads."""
+        beyond = self.fold.more_layers and layer >= self.config.num_hidden_layers
+        return beyond or (layer in self._borrowing and leaf.startswith(_OF_KEYS))
 
     def is_transposed(self, theirs: str) -> bool:
         """Whether the tensor `theirs` has inputs first."""

@@ -163,6 +163,6 @@ class FoldedForeignCheckpoint(FoldedCheckpoint, ForeignCheckpoint):
 
     def mixes(self) -> str | None:
         """See `ForeignCheckpoint`."""
-        if self._fold.heads:
-            return "heads that some layers lack are added to them"
+        if self._fold.heads or self._fold.layer_heads:
+            return "what heads of some layers lack is added to them"
         return "means of its norms go into its weights" if self._fold.centred else None

@@ -151,6 +151,8 @@ def import_model(
         progress.note(kept.said())
     elif isinstance(model, _FolderSource) and model.foreign is not None:
         progress.note(said_of_integers(kept, model.foreign, dtype))
+    if isinstance(model, _FolderSource) and model.left_out:
+        progress.note(f"{model.left_out} is left out: {out} reads text alone")
     if config.max_position_embeddings < model.config.max_position_embeddings and context is None:
         most, taken = model.config.max_position_embeddings, config.max_position_embeddings
         progress.note(f"{out} takes {taken} tokens; with --context it takes up to {most} and rotates as for long texts")
@@ -315,6 +317,11 @@ class _FolderSource:
     def moved(self) -> list[str]:
         """Linear layers beside which an adapter of the folder is none of the network."""
         return self._checkpoint.moved() if isinstance(self._checkpoint, FoldedCheckpoint) else []
+
+    @property
+    def left_out(self) -> str:
+        """What the folder has besides that no decoder of ours does."""
+        return self._checkpoint.left_out if isinstance(self._checkpoint, FoldedCheckpoint) else ""
 
     def identity(self) -> dict[str, Any]:
         return _folder_identity(self._folder, self._folder.resolve().name)

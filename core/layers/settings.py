@@ -118,10 +118,15 @@ class MoEConfig(Config):
         description="What router_bias is added to: scores, or the router's outputs before they are (Kolibri).",
     )
     biases: Flag = Field(default=False, description="Whether the router and the experts' layers have biases (gpt-oss).")
-    activation: Literal["silu", "clamped_swiglu"] = Field(
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = Field(
         default="silu",
-        description="Of an expert's gate; clamped_swiglu has min(gate, 7) × sigmoid(1.702 gate) × (up + 1), up within "
-        "−7 and 7 (gpt-oss).",
+        description="Of an expert's gate; gelu_tanh is GELU by its tanh formula (Gemma 4), clamped_swiglu has "
+        "min(gate, 7) × sigmoid(1.702 gate) × (up + 1), up within −7 and 7 (gpt-oss).",
+    )
+    output_norms: Flag = Field(
+        default=False,
+        description="Whether what the experts of a token give together, and what the MLP gives that every token takes, "
+        "pass norms before they are added (Gemma 4).",
     )
     mlp_only_layers: tuple[Whole, ...] = Field(default=(), description="Layers that keep the plain MLP.")
 
@@ -150,6 +155,8 @@ class MoEConfig(Config):
             raise ValueError(f"router_jitter_noise={self.router_jitter_noise:g} is of scoring_func='sparsemixer'")
         if self.router_bias_of == "logits" and not self.router_bias:
             raise ValueError("router_bias_of='logits' needs router_bias")
+        if self.output_norms and (self.shared_expert_gate or not self.shared_expert_intermediate_size):
+            raise ValueError("output_norms needs a shared_expert_intermediate_size above 0, without shared_expert_gate")
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ValueError("shared_expert_gate needs a shared_expert_intermediate_size above 0")
         return self

@@ -6,7 +6,7 @@ Shapes: T tokens, E hidden, H heads, KV key-value heads, D head_dim; leading dim
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,12 @@ class Attend:
     Attributes:
         attention: (layer, q (…, T, H, D), k (…, T, KV, D), v (…, T, KV, D), sinks (H,) or None) → (…, T, H, D).
         before: what layers without attention read.
+        kept: layer → keys and values of these tokens, where layers behind it read them, too.
     """
 
     attention: Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     before: Before
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """(…, T, H, D) of q (…, T, H, D), k (…, T, KV, D) and v (…, T, KV, D); q and k are rotated. `sinks`, (H,), are
@@ -44,8 +46,9 @@ class Attend:
 
 
 class Attention(nn.Module):
-    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan), rotation around
-    an `Attend`, and an optional gate (Trinity, Laguna) or norm (BitNet) before the last projection."""
+    """Projections, optional norms of queries and keys (Qwen3, OLMo 2; behind the rotation in Hunyuan) and of values
+    (Gemma 4), rotation around an `Attend`, and an optional gate (Trinity, Laguna) or norm (BitNet) before the last
+    projection."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -53,13 +56,20 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(hidden, heads * config.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
+        self.keys_of = config.keys_of(layer)
+        self.lends_keys = config.lends_keys(layer)
+        self.has_keys = self.keys_of == layer
+        if self.has_keys:
+            self.k_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
+            self.v_proj = nn.Linear(hidden, kv_heads * config.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * config.head_dim, hidden, bias=config.attention_output_bias)
         if config.qk_norm:
             whole = config.qk_norm_over == "all"
             self.q_norm = RMSNorm(config.head_dim * (heads if whole else 1), config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
+            if self.has_keys:
+                self.k_norm = RMSNorm(config.head_dim * (kv_heads if whole else 1), config.rms_norm_eps)
+        normed = config.value_norm and self.has_keys
+        self.v_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if normed else None
         self.g_proj = nn.Linear(hidden, config.gate_size, bias=False) if config.attention_gate is not None else None
         self.channels_of_gate = config.head_dim if config.attention_gate == "channel" else 1
         self.gate_function: GateFunction = config.attention_gate_function
@@ -73,27 +83,34 @@ class Attention(nn.Module):
         self.rotated_scale = yarn_magnitudes(config.rope_scaling)[0] if main else 1.0
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.whole_norm:
-            q, k = (
-                norm(x.flatten(-2)).unflatten(-1, (-1, self.head_dim))
-                for norm, x in ((self.q_norm, q), (self.k_norm, k))
-            )
-        elif self.qk_norm and not self.norm_rotated:
-            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotated_scale != 1.0:
             cos, sin = cos * self.rotated_scale, sin * self.rotated_scale
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        if self.norm_rotated:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._rotated(self.q_proj(x), "q_norm", cos, sin)
+        if self.has_keys:
+            k = self._rotated(self.k_proj(x), "k_norm", cos, sin)
+            v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+            v = v if self.v_norm is None else self.v_norm(v)
+        else:
+            k, v = attend.kept[self.keys_of]
+        if self.lends_keys:
+            attend.kept[self.layer] = k, v
         attended = attend(self.layer, q, k, v, self.sinks)
         if self.g_proj is not None:
             gate = open_gate(self.g_proj(x), self.gate_function).unflatten(-1, (-1, self.channels_of_gate))
             attended = attended * gate.to(attended.dtype)
         attended = attended.flatten(-2)
         return self.o_proj(attended if self.attn_sub_norm is None else self.attn_sub_norm(attended))
+
+    def _rotated(self, x: Tensor, norm: str, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries or keys (…, T, H · D) as heads, normed and rotated in the order of the network."""
+        normed = getattr(self, norm) if self.qk_norm else None
+        if normed is not None and self.whole_norm:
+            x = normed(x)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if normed is not None and not self.whole_norm and not self.norm_rotated:
+            x = normed(x)
+        x = apply_rotary(x, cos, sin)
+        return normed(x) if normed is not None and self.norm_rotated else x
 
 
 def causal_attention(config: DecoderConfig, documents: Tensor | None = None) -> Attend:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penjing.core.config import Config
-from penjing.core.layers.departures import BESIDE_EXPERTS, DEPARTURES
+from penjing.core.layers.departures import check_departures, departures_of
 from penjing.core.layers.settings import (
     LSH,
     MAX_HEAD_DIM,
@@ -79,6 +79,7 @@ class DecoderConfig(Config):
     qk_norm_rotated: Flag = Field(
         default=False, description="Whether qk_norm comes after the rotation (Hunyuan), not before it."
     )
+    value_norm: Flag = Field(default=False, description="Whether values pass an RMSNorm over a head, too (Gemma 4).")
     norms: Literal["before", "around", "after"] = Field(
         default="before",
         description="Where attention and MLP have an RMSNorm: before them, before and after them (Gemma 3), or after "
@@ -100,6 +101,21 @@ class DecoderConfig(Config):
     parallel: Flag = Field(
         default=False,
         description="Whether a layer's MLP reads what its attention reads, and both are added (GPT-NeoX, Cohere).",
+    )
+    layer_scales: Flag = Field(
+        default=False, description="Whether what leaves a layer is multiplied by a number of the layer's own (Gemma 4)."
+    )
+    token_inputs: Whole = Field(
+        default=0,
+        ge=0,
+        description="Width of what each layer takes of a token besides, from a table of its own, and adds behind its "
+        "MLP (Gemma 4 E2B); 0: nothing.",
+    )
+    shared_keys: Whole = Field(
+        default=0,
+        ge=0,
+        description="The last so many layers have no keys and values: they read those of the last layer before them "
+        "that sees as many tokens (Gemma 4 E2B).",
     )
     head_bias: Flag = Field(default=False, description="Whether the output layer has a bias (Phi-2).")
     attention_cap: Number | None = Field(
@@ -275,45 +291,12 @@ class DecoderConfig(Config):
 
     @model_validator(mode="after")
     def _departures_fit(self) -> DecoderConfig:
-        found = self.departures()
-        if found and self.model_type != "penjing":
-            raise ValueError(f"{', '.join(found)}: only the model_type 'penjing' has that")
-        alone = self.latent_attention is None and self.shared_layers == 1
-        beside = [each for each in found if not (alone and each.partition("=")[0] in BESIDE_EXPERTS)]
-        if beside and (not alone or self.moe is not None):
-            raise ValueError(f"{', '.join(beside)}: not beside moe, latent_attention or shared_layers")
-        if self.layer_rotary is not None and len(self.layer_rotary) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_rotary names {len(self.layer_rotary)} layers, num_hidden_layers is {self.num_hidden_layers}"
-            )
-        if self.rotary_pairs is not None and self.rotary_pairs >= self.head_dim // 2:
-            raise ValueError(
-                f"rotary_pairs={self.rotary_pairs}: below head_dim / 2 = {self.head_dim // 2}, or left out"
-            )
-        if self.rotary_local_pairs is not None and self.rotary_local_pairs > self.head_dim // 2:
-            raise ValueError(f"rotary_local_pairs={self.rotary_local_pairs}: at most {self.head_dim // 2}")
-        if self.attention_gate is None and self.attention_gate_function != "sigmoid":
-            raise ValueError(f"attention_gate_function={self.attention_gate_function!r} needs attention_gate")
-        if self.qk_norm_over == "all" and (not self.qk_norm or self.qk_norm_rotated):
-            raise ValueError("qk_norm_over='all' needs qk_norm, and does not go with qk_norm_rotated")
-        if self.qk_norm_rotated and not self.qk_norm:
-            raise ValueError("qk_norm_rotated needs qk_norm")
-        if self.mlp_gated and self.activation not in ("silu", "gelu_tanh", "relu2"):
-            raise ValueError(f"activation={self.activation!r} is of an MLP without a gate: set mlp_gated=false")
-        if self.parallel and self.norms != "before":
-            raise ValueError(f"parallel layers have their norms before them, not norms={self.norms!r}")
-        if self.head_bias and self.tie_word_embeddings:
-            raise ValueError("head_bias is of an output layer of its own: set tie_word_embeddings=false")
+        check_departures(self)
         return self
 
     def departures(self) -> list[str]:
-        """Where a layer departs from Llama's in ways that no Hugging Face type of `hf_config` has, as NAME=VALUE.
-        Whatever computes a layer knows each of them or refuses it by this name."""
-        usual = {name: type(self).model_fields[name].default for name in DEPARTURES}
-        found = {name: value for name in DEPARTURES if (value := getattr(self, name)) != usual[name]}
-        if (kinds := found.get("layer_rotary")) is not None:
-            found["layer_rotary"] = "/".join(sorted(set(kinds)))
-        return [f"{name}={value}" for name, value in found.items()]
+        """See `departures_of`."""
+        return departures_of(self)
 
     def ffn_size(self, layer: int) -> int:
         """Inner width of the MLP of `layer`."""
@@ -331,14 +314,32 @@ class DecoderConfig(Config):
         each = {None: 0, "head": 1, "channel": self.head_dim}[self.attention_gate]
         return each * self.num_attention_heads
 
+    @property
+    def rotates_values(self) -> bool:
+        """Whether a rotation of value heads passes to what reads the attention: gates and norms of channels stop it."""
+        return self.attention_gate != "channel" and not self.value_norm
+
     def is_conv(self, layer: int) -> bool:
         """Whether `layer` has a short convolution in place of attention."""
         return self.layer_type(layer) == "short_conv"
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with attention, whose keys and values a cache keeps."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if not self.is_conv(layer))
+        """The layers with attention, whose keys and values a cache keeps; not those that read others' keys."""
+        own = range(self.num_hidden_layers - self.shared_keys)
+        return tuple(layer for layer in own if not self.is_conv(layer))
+
+    def lends_keys(self, layer: int) -> bool:
+        """Whether layers behind `layer` read its keys and values, too."""
+        borrowing = range(self.num_hidden_layers - self.shared_keys, self.num_hidden_layers)
+        return any(self.keys_of(each) == layer for each in borrowing)
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values `layer` reads."""
+        own = self.num_hidden_layers - self.shared_keys
+        if layer < own:
+            return layer
+        return next(each for each in reversed(range(own)) if self.layer_type(each) == self.layer_type(layer))
 
     @model_validator(mode="after")
     def _variants_fit(self) -> DecoderConfig:

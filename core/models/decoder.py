@@ -22,7 +22,7 @@ from penjing.core.models.attention import (
 )
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.latent_attention import LatentAttention
-from penjing.core.models.mlp import MLP
+from penjing.core.models.mlp import MLP, TokenInput
 from penjing.core.models.moe import MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import inverse_frequencies, layer_angles
@@ -33,7 +33,7 @@ from penjing.kernels.scored_attention import soft_cap
 
 class DecoderLayer(nn.Module):
     """Attention or a short convolution, and MLP or experts, each behind a norm, before one or between two, and added to
-    the residual; with `parallel` both read the residual as it enters the layer."""
+    the residual; with `parallel` both read the residual as it enters the layer. What leaves it may be scaled."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
             latent = config.latent_attention is not None
             self.self_attn = LatentAttention(config, layer) if latent else Attention(config, layer)
         if config.moe is not None and config.is_moe(layer):
-            self.mlp = MoE(config.hidden_size, config.moe)
+            self.mlp = MoE(config.hidden_size, config.moe, config.rms_norm_eps)
         else:
             hidden, inner, eps = config.hidden_size, config.ffn_size(layer), config.rms_norm_eps
             how = config.mlp_bias, config.mlp_hadamard, config.activation, config.mlp_gated
@@ -56,6 +56,9 @@ class DecoderLayer(nn.Module):
         before, after = config.norms != "after", config.norms != "before"
         self.input_layernorm, self.post_attention_layernorm = norm(before), norm(before)
         self.attention_output_norm, self.mlp_output_norm = norm(after), norm(after)
+        width = config.token_inputs
+        self.token = TokenInput(config.hidden_size, width, config.rms_norm_eps) if width else None
+        self.layer_scale = nn.Parameter(torch.ones(1)) if config.layer_scales else None
         self.parallel = config.parallel
 
     @property
@@ -70,20 +73,25 @@ class DecoderLayer(nn.Module):
         assert norm is not None
         return norm.weight.dtype
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, token: Tensor | None = None) -> Tensor:
+        """`token`, (…, T, token_inputs): what the layer takes of each token besides."""
         if self.parallel:
             return self.with_mlp(x) + self._attended(x, cos, sin, attend)
-        return self.with_mlp(self.with_attention(x, cos, sin, attend))
+        return self.with_mlp(self.with_attention(x, cos, sin, attend), token)
 
     def with_attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The first half: attention, or what stands in its place, with its norms, added to `x`."""
         return x + self._attended(x, cos, sin, attend)
 
-    def with_mlp(self, x: Tensor) -> Tensor:
-        """The second half: the MLP likewise."""
+    def with_mlp(self, x: Tensor, token: Tensor | None = None) -> Tensor:
+        """The second half: the MLP likewise, what the layer takes of a token, and its scale."""
         read = x if self.post_attention_layernorm is None else self.post_attention_layernorm(x)
         made = self.mlp(read)
-        return x + (made if self.mlp_output_norm is None else self.mlp_output_norm(made))
+        left = x + (made if self.mlp_output_norm is None else self.mlp_output_norm(made))
+        if self.token is not None:
+            assert token is not None, "the layer takes something of each token"
+            left = left + self.token(left, token)
+        return left if self.layer_scale is None else left * self.layer_scale.to(left.dtype)
 
     def _attended(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         read = x if self.input_layernorm is None else self.input_layernorm(x)
@@ -102,6 +110,8 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.learned_positions:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        if config.token_inputs:
+            self.embed_inputs = nn.Embedding(config.vocab_size * config.num_hidden_layers, config.token_inputs)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("inverse_frequency", inverse_frequencies(config), persistent=False)
@@ -116,8 +126,10 @@ class Backbone(nn.Module):
         if self.config.learned_positions:
             x = x + self.embed_positions(positions).to(x.dtype)
         angles = layer_angles(self.config, self.inverse_frequency, positions)
+        layers = self.config.num_hidden_layers
         for index, layer in enumerate(self.layers):
-            x = layer(x, *angles(index), attend)
+            token = (self.embed_inputs(token_ids * layers + index),) if self.config.token_inputs else ()
+            x = layer(x, *angles(index), attend, *token)
         return self.norm(x)
 
 

@@ -87,3 +87,16 @@ class MLP(nn.Module):
         if self.ffn_sub_norm is not None:
             inner = self.ffn_sub_norm(inner)
         return self.down_proj(hadamard(inner, self.hadamard).to(inner.dtype) if self.hadamard else inner)
+
+
+class TokenInput(nn.Module):
+    """norm(out(gelu(gate(x)) × p)) of a layer's hidden state x (…, E) and of what it takes of a token, p (…, P)."""
+
+    def __init__(self, hidden: int, width: int, eps: float):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.out_proj = nn.Linear(width, hidden, bias=False)
+        self.norm = RMSNorm(hidden, eps)
+
+    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+        return self.norm(self.out_proj(geglu(self.gate_proj(x), p.to(x.dtype))))

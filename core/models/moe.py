@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penjing.core.layers.settings import MoEConfig
 from penjing.core.models.mlp import MLP
+from penjing.core.models.norm import RMSNorm
 from penjing.kernels.dispatch import gpu_kernels
 from penjing.kernels.moe import experts_mlp, one_by_one, sorted_by_expert
 
@@ -123,7 +124,7 @@ class Experts(nn.ModuleList):
 class MoE(nn.Module):
     """Routed experts and, where there are any, shared ones: (…, E) → (…, E)."""
 
-    def __init__(self, hidden: int, config: MoEConfig):
+    def __init__(self, hidden: int, config: MoEConfig, eps: float = 1e-6):
         super().__init__()
         self.config = config
         self.gate = nn.Linear(hidden, config.num_experts, bias=config.biases)
@@ -131,7 +132,10 @@ class MoE(nn.Module):
         if config.router_bias:  # no gradient: load balancing sets it
             self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
         if config.shared_expert_intermediate_size:
-            self.shared_experts = MLP(hidden, config.shared_expert_intermediate_size)
+            activation = "gelu_tanh" if config.activation == "gelu_tanh" else "silu"
+            self.shared_experts = MLP(hidden, config.shared_expert_intermediate_size, activation=activation)
+        if config.output_norms:
+            self.experts_output_norm, self.shared_output_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         if config.shared_expert_gate:
             self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
@@ -143,6 +147,8 @@ class MoE(nn.Module):
             shared_TE = self.shared_experts(x_TE)
             if self.config.shared_expert_gate:
                 shared_TE = _sigmoid(self.shared_expert_gate(x_TE)) * shared_TE
+            if self.config.output_norms:
+                y_TE, shared_TE = self.experts_output_norm(y_TE), self.shared_output_norm(shared_TE)
             y_TE = y_TE + shared_TE
         return y_TE.view(x.shape)
 

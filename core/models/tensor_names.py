@@ -9,8 +9,10 @@ from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
 
 POSITIONS = "model.embed_positions.weight"
+TOKEN_INPUTS = "model.embed_inputs.weight"
 MAX_LAYERS = 10_000  # a damaged number must not fill the memory with names
 MAX_EXPERTS = 200_000  # over all layers; DeepSeek-V3 has 14 848
+_OF_KEYS = tuple(f"self_attn.{part}_" for part in "kv")  # what layers without keys of their own have not
 # Of all experts of a layer: (experts, rows, inputs), the rows of gate above those of up.
 _STACK = re.compile(r"(.+)\.experts\.(gate_up_proj|down_proj)|(.+\.block_sparse_moe)\.(input|output)_linear\.weight")
 
@@ -105,13 +107,21 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     if config.learned_positions:
         shapes[POSITIONS] = (config.max_position_embeddings, hidden)
+    if config.token_inputs:
+        shapes[TOKEN_INPUTS] = (config.vocab_size * config.num_hidden_layers, config.token_inputs)
     for layer in (0, *range(config.shared_layers, config.num_hidden_layers)):
-        mixer = _conv_shapes(config) if config.is_conv(layer) else _attention_shapes(config)
+        mixer = _conv_shapes(config) if config.is_conv(layer) else _attention_shapes(config, layer)
         names = mixer | _mlp_shapes(config, layer)
         before, after = ("input_layernorm", "post_attention_layernorm"), ("attention_output_norm", "mlp_output_norm")
         norms = (before if config.norms != "after" else ()) + (after if config.norms != "before" else ())
         ordered = {f"{norm}.weight": (hidden,) for norm in norms[:1]} | names
         ordered |= {f"{norm}.weight": (hidden,) for norm in norms[1:]}
+        if width := config.token_inputs:
+            ordered |= _linear("token.gate_proj", width, hidden, False) | _linear(
+                "token.out_proj", hidden, width, False
+            )
+            ordered["token.norm.weight"] = (hidden,)
+        ordered |= {"layer_scale": (1,)} if config.layer_scales else {}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in ordered.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
@@ -119,7 +129,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
     if (latent := config.latent_attention) is not None:
         rank, expanded = latent.kv_lora_rank, latent.qk_nope_head_dim + latent.v_head_dim
@@ -151,10 +161,14 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.sinks"] = (heads,)
     if config.inner_norms:
         shapes["self_attn.attn_sub_norm.weight"] = (query,)
+    if config.value_norm:
+        shapes["self_attn.v_norm.weight"] = (head_dim,)
     if config.qk_norm:
         whole = config.qk_norm_over == "all"
         sizes = {"q": query if whole else head_dim, "k": key if whole else head_dim}
         shapes |= {f"self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
+    if config.keys_of(layer) != layer:
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(_OF_KEYS)}
     return shapes
 
 
@@ -180,6 +194,8 @@ def _mlp_shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]
         shapes |= _gated(f"mlp.experts.{expert}", hidden, moe.moe_intermediate_size, moe.biases)
     if moe.shared_expert_intermediate_size:
         shapes |= _gated("mlp.shared_experts", hidden, moe.shared_expert_intermediate_size)
+    if moe.output_norms:
+        shapes |= {f"mlp.{name}_output_norm.weight": (hidden,) for name in ("experts", "shared")}
     if moe.shared_expert_gate:
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes

@@ -13,7 +13,7 @@ from penjing.core.layers.short_conv import ShortConv, Taps
 from penjing.core.models.attention import Attention
 from penjing.core.models.config import DecoderConfig
 from penjing.core.models.decoder import Backbone, Decoder, DecoderLayer
-from penjing.core.models.mlp import MLP, XIELU
+from penjing.core.models.mlp import MLP, XIELU, TokenInput
 from penjing.core.models.moe import Experts, MoE
 from penjing.core.models.norm import RMSNorm
 from penjing.core.models.rope import ROTARIES, inverse_frequencies, yarn_magnitudes
@@ -29,7 +29,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TABLES = (nn.Embedding, Int8Embedding)
 SUPPORTED = (
     *(Decoder, Backbone, nn.ModuleList, *TABLES, DecoderLayer, Attention, MLP, XIELU, RMSNorm),
-    *(MoE, Experts, ShortConv, Taps),
+    *(MoE, Experts, ShortConv, Taps, TokenInput),
 )
 
 
@@ -48,17 +48,21 @@ def fuse_decoder(model: Decoder) -> DecoderStep | None:
     table = embedding.table if isinstance(embedding, Int8Embedding) else embedding.weight
     positions = backbone.embed_positions.weight if config.learned_positions else None
     head, block = _linear(model.lm_head), config.table_hadamard
-    return _step(config, layers, table, backbone.norm.weight, head, backbone.inverse_frequency, positions, block)
+    inputs = backbone.embed_inputs.weight if config.token_inputs else None
+    return _step(
+        config, layers, table, backbone.norm.weight, head, backbone.inverse_frequency, positions, block, inputs
+    )
 
 
 def fuse_layer(config: DecoderConfig, index: int, layer: DecoderLayer) -> Callable[[Tensor], Tensor] | None:
-    """Lay out one layer as `fuse_decoder` does all of them; None where only the torch path serves, and for experts, of
-    which a rounding chooses others.
+    """Lay out one layer as `fuse_decoder` does all of them; None where only the torch path serves, for experts, of
+    which a rounding chooses others, and for layers that read more than what enters them.
 
     Returns:
         What W sequences of T tokens leave the layer with, given what they enter it with: (W, T, E) float32 both.
     """
-    if cpu_extension() is None or isinstance(layer.mlp, MoE) or _unsupported(layer) is not None:
+    alone = config.keys_of(index) == index and layer.token is None and not isinstance(layer.mlp, MoE)
+    if cpu_extension() is None or not alone or _unsupported(layer) is not None:
         return None
     # Tokens beyond the vocabulary enter as they are given; the head's one logit is not looked at.
     one_1E = torch.zeros(1, config.hidden_size)
@@ -99,6 +103,7 @@ def _step(
     inverse_frequency: Tensor,
     positions: Tensor | None = None,
     table_hadamard: int = 0,
+    token_table: Tensor | None = None,
 ) -> DecoderStep:
     extension = cpu_extension()
     assert extension is not None  # the callers have looked
@@ -119,6 +124,7 @@ def _step(
         attention_cap=config.attention_cap,
         logit_cap=config.logit_cap,
         table_hadamard=table_hadamard,
+        token_table=token_table,
     )
 
 
@@ -138,6 +144,8 @@ def why_not_fused(model: Decoder) -> str | None:
     embedding = model.model.embed_tokens
     if not isinstance(embedding, Int8Embedding) and _unusable(embedding.weight):
         return f"the embedding is {embedding.weight.dtype} with strides {embedding.weight.stride()}"
+    if model.config.token_inputs and _unusable(model.model.embed_inputs.weight):
+        return f"the table of token_inputs is {model.model.embed_inputs.weight.dtype}"
     return None
 
 
@@ -169,6 +177,9 @@ def _layer_weights(config: DecoderConfig, index: int, layer: nn.Module) -> Layer
         out_norm=_norm(layer.attention_output_norm),
         down_norm=_norm(layer.mlp_output_norm),
         parallel=layer.parallel,
+        keys_of=None if config.keys_of(index) == index else config.keys_of(index),
+        token=None if layer.token is None else _token(layer.token),
+        scale=1.0 if layer.layer_scale is None else float(layer.layer_scale),
         rotary=0 if kinds is None else ROTARIES.index(kinds[index]),
         window=config.layer_window(index),
     )
@@ -178,18 +189,23 @@ def _attention(attention: nn.Module) -> dict[str, Any]:
     assert isinstance(attention, Attention)
     return {
         "q": _linear(attention.q_proj),
-        "k": _linear(attention.k_proj),
-        "v": _linear(attention.v_proj),
+        "k": _linear(attention.k_proj) if attention.has_keys else None,
+        "v": _linear(attention.v_proj) if attention.has_keys else None,
         "out": _linear(attention.o_proj),
         "whole_norm": attention.whole_norm,
         "norm_rotated": attention.norm_rotated,
         "q_norm": attention.q_norm.weight if attention.qk_norm else None,
-        "k_norm": attention.k_norm.weight if attention.qk_norm else None,
+        "k_norm": attention.k_norm.weight if attention.qk_norm and attention.has_keys else None,
+        "v_norm": _norm(attention.v_norm),
         "attended_norm": _norm(attention.attn_sub_norm),
         "sinks": attention.sinks,
         "head_gate": None if attention.g_proj is None else _linear(attention.g_proj),
         "gate_function": attention.gate_function,
     }
+
+
+def _token(token: TokenInput) -> tuple[AnyLinear, AnyLinear, Tensor]:
+    return _linear(token.gate_proj), _linear(token.out_proj), token.norm.weight
 
 
 def _convolution(conv: ShortConv) -> dict[str, Any]:
@@ -242,6 +258,8 @@ def _expert_layers(moe: MoE) -> ExpertLayers:
         config.shared_expert_gate,
         2 * config.router_jitter_noise if config.scoring_func == "sparsemixer" else None,
         config.router_bias_of == "logits",
+        moe.experts_output_norm.weight if config.output_norms else None,
+        moe.shared_output_norm.weight if config.output_norms else None,
     )
 
 
@@ -252,7 +270,7 @@ def unusual_experts(config: DecoderConfig) -> str | None:
         return None
     if 0 < moe.shared_expert_intermediate_size < moe.moe_intermediate_size:
         return "the MLP that all tokens take is narrower than an expert"
-    if moe.shared_expert_intermediate_size and moe.activation != "silu":
+    if moe.shared_expert_intermediate_size and moe.activation == "clamped_swiglu":
         return "what all tokens take has an activation of its own"
     if moe.shared_expert_intermediate_size and moe.scoring_func == "sparsemixer":
         return "all tokens take something beside experts of sparsemixer"

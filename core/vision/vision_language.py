@@ -71,6 +71,8 @@ class VisionLanguageConfig(Config):
             raise ValueError(
                 f"image_token_id={self.image_token_id} is none of the decoder's {self.decoder.vocab_size} tokens"
             )
+        if self.decoder.token_inputs:
+            raise ValueError("a decoder that sees has no token_inputs, because rows of an image are of no token")
         return self
 
     @property

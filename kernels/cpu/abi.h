@@ -48,6 +48,8 @@ struct PjExperts {
     const PjLinear* gate_up;  // (num_experts, the layer's num_gate_up)
     const PjLinear* down;     // (num_experts)
     const float* bias;        // (num_experts − shared) added for the choice alone; null: nothing
+    const float* sum_norm;    // (hidden) norm of what the chosen ones give together, and
+    const float* shared_norm; // (hidden) of what the shared one gives; null: neither
     int64_t num_experts;
     int64_t per_row;          // with the shared ones
     float factor;             // of what the chosen ones give
@@ -74,6 +76,10 @@ struct PjLayer {
     const float* down_norm;    // (hidden) or null: of what the MLP adds
     const float* q_norm;       // (head_dim), with whole_norm (heads × head_dim), or null
     const float* k_norm;
+    const float* v_norm;       // (head_dim) or null
+    PjLinear token_gate;       // (token_inputs, hidden) and, behind its GELU times what the layer takes of a token,
+    PjLinear token_out;        // (hidden, token_inputs), added behind its norm; where the model has token_inputs
+    const float* token_norm;   // (hidden)
     const float* attended_norm;  // (heads × head_dim) or null: of what `out` reads
     const float* inner_norm;   // (k of down) or null: of what `down` reads, before its transform
     const float* sinks;        // (heads) a score more in each sum that attention divides by, or null
@@ -84,6 +90,7 @@ struct PjLayer {
     int64_t hadamard;          // block of the Hadamard transform before `down`, see ops.h; 0: none
     int64_t num_taps;
     int64_t place;             // which of the layers with attention it is, whose pages follow each other; or with taps
+    int64_t borrows;           // 1: its keys and values are those of the layer before it with the same place
     float curve[2];            // of xIELU: its factors where inputs are positive, and where they are negative
     int64_t gates;             // of the result of attention: one a head, or one a channel; 0: none
     int32_t num_qkv;           // 1, 3 or 4
@@ -96,7 +103,7 @@ struct PjLayer {
     int32_t parallel;          // the MLP reads what attention reads; out_norm and down_norm are null
     int32_t norm_rotated;      // q_norm and k_norm come after the rotation
     int32_t gate_function;     // 7: the gates' logistic function, 8: their softplus
-    int32_t unused;
+    float scale;               // of what leaves the layer
 };
 
 // What finds the largest output of an INT8 LM head from a copy in 4 bits, see screen.h.
@@ -116,6 +123,7 @@ struct PjModel {
     const void* embedding;    // (vocab, hidden); null: it is the weight of `head`, which is INT8
     const float* embedding_scale;  // INT8: (vocab); null embedding: (hidden) factors of the channels of a row
     const float* positions;   // (longest context, hidden) what is added to a token's row at each position; null: nothing
+    const void* token_table;  // (vocab, num_layers, token_inputs) of `token_dtype`: what each layer takes of a token
     const float* final_norm;  // (hidden); null: what leaves the last layer enters the head
     PjLinear head;
     const PjScreen* screen;  // of the head, which is INT8 without bias and zero points; null: none
@@ -129,11 +137,14 @@ struct PjModel {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t num_positions;  // rows of cos and sin
+    int64_t token_inputs;   // 0: there are none
     float eps;
     float attention_scale;
     float attention_cap;  // scores become cap × tanh(score / cap); 0: they stay
     float logit_cap;      // the same of logits
     int32_t embedding_dtype;
+    int32_t token_dtype;
+    int32_t unused;
     int32_t table_hadamard;  // block of the Hadamard transform behind the embedding and before the head; 0: none
 };
 

@@ -47,6 +47,7 @@ private:
     int threads_ = 1;
     bool split_rows_ = false;
     std::vector<int32_t> last_who_;  // adapters of the rows whose logits are wanted
+    std::vector<int32_t> last_tokens_;
     AttentionPlan plan_;
     SelectionPlan choice_;
     uint8_t* masks_ = nullptr;  // of the layer that runs
@@ -118,6 +119,8 @@ int Decoder::run(const StepInput& input) {
     step_.rank = in.adapter ? largest_rank(in.adapters, model_.num_layers, in.adapter, in.rows) : 0;
     last_who_.clear();
     for (int64_t i = 0; step_.rank > 0 && i < in.num_logits; ++i) last_who_.push_back(in.adapter[in.logit_rows[i]]);
+    last_tokens_.clear();
+    for (int64_t i = 0; i < in.num_logits; ++i) last_tokens_.push_back(in.tokens[in.logit_rows[i]]);
     step_.ops = &ops();
     threads_ = num_threads();
     const AttentionShape shape{model_.num_heads, model_.num_kv_heads, model_.head_dim};
@@ -168,7 +171,7 @@ void Decoder::by_columns(const Team& team, const Buffers& own) {
         layers_.head(team, layer, 0, in.rows, b);
         attention(team, layer);
         if (layer + 1 < model_.num_layers)
-            layers_.tail(team, layer, step_.hidden, attended_, in.adapter, in.rows, b, layers_[layer + 1].qkv[0]);
+            layers_.tail(team, layer, step_.hidden, attended_, in.adapter, in.tokens, in.rows, b, layers_[layer + 1].qkv[0]);
     }
 }
 
@@ -184,7 +187,8 @@ void Decoder::by_rows(const Team& team, const Buffers& own) {
                 embed(row, row + count);
             } else {
                 layers_.tail(alone, layer - 1, step_.hidden + row * model_.hidden,
-                             attended_ + row * layers_.attended_size(), step_.rank > 0 ? in.adapter + row : nullptr, count, own, layers_[layer].qkv[0]);
+                             attended_ + row * layers_.attended_size(), step_.rank > 0 ? in.adapter + row : nullptr,
+                             in.tokens + row, count, own, layers_[layer].qkv[0]);
             }
             layers_.head(alone, layer, row, count, own);
         }
@@ -263,7 +267,7 @@ void Decoder::logits(const Team& team, const Buffers& own) {
     team.sync();
     const bool screens = !screened_.empty();
     const PjLinear& next = screens ? model_.screen->rough : model_.head;
-    layers_.tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), count, b, next);
+    layers_.tail(team, model_.num_layers - 1, last_hidden_, last_attended_, last_who_.data(), last_tokens_.data(), count, b, next);
     layers_.each_row(team, count, next, [&](int64_t i) {
         float* normed = b.rows.x + i * width;
         const float* left = last_hidden_ + i * width;

@@ -178,14 +178,22 @@ void Layers::experts_together(const Team& team, int64_t index, float* hidden, in
         product(experts.down[expert], expert, to.made, width);
     sync(team, after);
     share_out(team, count, after, [&](int64_t i) {
-        float *at = hidden + i * width, *sum = layer.down_norm ? to.normed + i * width : at;
-        if (layer.down_norm) std::fill_n(sum, width, 0.0f);
-        for (int64_t k = i * per_row; k < (i + 1) * per_row; ++k) {
+        const bool apart = layer.down_norm || experts.sum_norm;
+        float *at = hidden + i * width, *sum = apart ? to.normed + i * width : at;
+        if (apart) std::fill_n(sum, width, 0.0f);
+        const int64_t normed_apart = experts.sum_norm ? experts.shared : 0;
+        for (int64_t k = i * per_row; k < (i + 1) * per_row - normed_apart; ++k) {
             const float* made = to.made + to.place[k] * width;
             for (int64_t j = 0; j < width; ++j) sum[j] += to.weight[k] * made[j];
         }
-        if (!layer.down_norm) return;
-        ops.rms_norm_row(sum, layer.down_norm, width, model_.eps, sum);
+        if (experts.sum_norm) {
+            float* made = to.made + to.place[(i + 1) * per_row - 1] * width;
+            ops.rms_norm_row(sum, experts.sum_norm, width, model_.eps, sum);
+            ops.rms_norm_row(made, experts.shared_norm, width, model_.eps, made);
+            for (int64_t j = 0; j < width; ++j) sum[j] += made[j];
+        }
+        if (!apart) return;
+        if (layer.down_norm) ops.rms_norm_row(sum, layer.down_norm, width, model_.eps, sum);
         for (int64_t j = 0; j < width; ++j) at[j] += sum[j];
     });
 }

@@ -9,7 +9,7 @@ Layers::Layers(const PjModel& model, const StepRows& step)
     bool all_keys = false;
     for (const PjLayer& layer : layers_) {
         whole_gate_ = whole_gate_ && layer.num_gate_up == 1;
-        norms_after_ = norms_after_ || layer.out_norm;
+        norms_after_ = norms_after_ || layer.out_norm || model.token_inputs;
         all_keys = all_keys || (layer.window == 0 && !layer.taps);
         if (layer.taps) most_taps_ = std::max(most_taps_, layer.num_taps);
         else most_gates_ = std::max(most_gates_, layer.gates);
@@ -79,7 +79,7 @@ void Layers::head(const Team& team, int64_t index, int64_t row, int64_t count, c
            {PROJ_HEAD_GATE, v + kv_size(), qkv_size(), 16}});
     sync(team, layer.out);
     if (layer.whole_norm) norm_heads(team, layer, row, count);
-    const int64_t parts = model_.num_heads + 2 * model_.num_kv_heads, total = count * parts;
+    const int64_t parts = model_.num_heads + (layer.borrows ? 0 : 2 * model_.num_kv_heads), total = count * parts;
     for (int64_t i = share(total, team.member, team.members); i < share(total, team.member + 1, team.members); ++i)
         store_rotated(index, row + i / parts, i % parts);
     sync(team, layer.out);
@@ -90,7 +90,7 @@ void Layers::norm_heads(const Team& team, const PjLayer& layer, int64_t row, int
     for (int64_t i = share(count, team.member, team.members); i < share(count, team.member + 1, team.members); ++i) {
         float *q = step_.qkv + (row + i) * qkv_size(), *k = q + q_size();
         step_.ops->rms_norm_row(q, layer.q_norm, q_size(), model_.eps, q);
-        step_.ops->rms_norm_row(k, layer.k_norm, kv_size(), model_.eps, k);
+        if (!layer.borrows) step_.ops->rms_norm_row(k, layer.k_norm, kv_size(), model_.eps, k);
     }
     sync(team, layer.out);
 }
@@ -110,6 +110,7 @@ void Layers::store_rotated(int64_t index, int64_t row, int64_t part) const {
         step_.ops->rotate_head(x, model_.cos + angle, model_.sin + angle, head_dim);
         if (of_head && layer.norm_rotated) step_.ops->rms_norm_row(x, norm, head_dim, model_.eps, x);
     }
+    if (is_value && layer.v_norm) step_.ops->rms_norm_row(x, layer.v_norm, head_dim, model_.eps, x);
     const int64_t slot = step_.in.slots[row];
     if (is_query || slot < 0) return;
     const int64_t kv_head = (part - model_.num_heads) % model_.num_kv_heads;
@@ -155,7 +156,7 @@ void Layers::add_normed(const Team& team, const float* norm, float* made, int64_
 // Output projection and MLP, each added to `hidden`; the order changes nothing where both are of one input. Ends with a
 // barrier.
 void Layers::tail(const Team& team, int64_t index, float* hidden, const float* attended, const int32_t* who,
-                   int64_t count, const Buffers& b, const PjLinear& after) const {
+                   const int32_t* tokens, int64_t count, const Buffers& b, const PjLinear& after) const {
     const PjLayer& layer = layers_[static_cast<size_t>(index)];
     const auto inner = [&](const PjLinear& next) {
         if (layer.experts) experts(team, index, hidden, count, b.experts, next);
@@ -168,6 +169,12 @@ void Layers::tail(const Team& team, int64_t index, float* hidden, const float* a
         project(team, index, hidden, attended, who, count, b, layer.gate_up[0]);
         inner(after);
     }
+    if (model_.token_inputs) take_tokens(team, index, hidden, tokens, count, b, after);
+    if (layer.scale == 1) return;
+    const int64_t width = model_.hidden;
+    const int64_t begin = share(count, team.member, team.members), end = share(count, team.member + 1, team.members);
+    for (int64_t i = begin * width; i < end * width; ++i) hidden[i] *= layer.scale;
+    sync(team, after);
 }
 
 // What attention gives, added to `hidden`. Ends with a barrier.
@@ -245,6 +252,30 @@ void Layers::mlp(const Team& team, int64_t index, float* hidden, const int32_t* 
     adapt(team, index, who, count, b.gated, inner, b.low, {{PROJ_DOWN, made, width, 16}});
     sync(team, after);
     if (after_norm) add_normed(team, layer.down_norm, made, count, hidden, after);
+}
+
+// What the layer takes of each row's token, behind a gate of the row, added to `hidden`. Ends with a barrier.
+void Layers::take_tokens(const Team& team, int64_t index, float* hidden, const int32_t* tokens, int64_t count,
+                          const Buffers& b, const PjLinear& after) const {
+    const PjLayer& layer = layers_[static_cast<size_t>(index)];
+    const int64_t width = model_.hidden, inner = model_.token_inputs;
+    const int64_t bytes = inner * (model_.token_dtype == PJ_F32 ? 4 : 2);
+    each_row(team, count, layer.token_gate, [&](int64_t i) {
+        std::copy_n(hidden + i * width, width, b.rows.x + i * width);
+        quantize(&layer.token_gate, 1, b.rows, i);
+    });
+    apply_linear(*step_.ops, layer.token_gate, b.rows, count, team.member, team.members, b.act, inner, false);
+    sync(team, layer.token_out);
+    each_row(team, count, layer.token_out, [&](int64_t i) {
+        float* to = b.rows.x + i * inner;
+        const int64_t row = std::min<int64_t>(tokens[i], model_.vocab - 1) * model_.num_layers + index;
+        step_.ops->widen_row(static_cast<const char*>(model_.token_table) + row * bytes, model_.token_dtype, inner, to);
+        step_.ops->geglu_row(b.act + i * inner, to, inner, to);
+        enter(layer.token_out, b.rows, i, to);
+    });
+    apply_linear(*step_.ops, layer.token_out, b.rows, count, team.member, team.members, b.made, width, false);
+    sync(team, after);
+    add_normed(team, layer.token_norm, b.made, count, hidden, after);
 }
 
 }  // namespace penjing

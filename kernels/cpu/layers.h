@@ -66,7 +66,7 @@ public:
     int64_t kv_size() const { return model_.num_kv_heads * model_.head_dim; }
     int64_t qkv_size() const { return std::max(q_size() + 2 * kv_size() + most_gates_, most_taps_ ? 3 * model_.hidden : 0); }
     int64_t attended_size() const { return std::max(q_size(), most_taps_ ? model_.hidden : 0); }
-    int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate}); }
+    int64_t input_size() const { return std::max({model_.hidden, q_size(), model_.intermediate, model_.token_inputs}); }
     bool has_experts() const { return num_experts_ > 0; }
     Buffers carve_buffers(Carver& carver, int64_t rows) const;
     // For up to `rows` rows: what each member needs, or what the team does, too.
@@ -86,9 +86,10 @@ public:
 
     // Rows [row, row + count) up to their attention. Ends with a barrier, as `tail` does.
     void head(const Team& team, int64_t layer, int64_t row, int64_t count, const Buffers& b) const;
-    // `count` rows from their attention to the next layer, whose first product is `after`. `who`: their adapters.
-    void tail(const Team& team, int64_t layer, float* hidden, const float* attended, const int32_t* who, int64_t count,
-              const Buffers& b, const PjLinear& after) const;
+    // `count` rows from their attention to the next layer, whose first product is `after`. `who`: their adapters;
+    // `tokens`: which they are of.
+    void tail(const Team& team, int64_t layer, float* hidden, const float* attended, const int32_t* who,
+              const int32_t* tokens, int64_t count, const Buffers& b, const PjLinear& after) const;
 
     // Runs `prepare(i)` for each row: all of them on every member where the buffers are the member's own, else shared
     // out and followed by a barrier.
@@ -115,12 +116,17 @@ public:
 
 private:
     int64_t act_size() const {
+        return std::max(mlp_size(), model_.token_inputs);
+    }
+    int64_t mlp_size() const {
         return whole_gate_ && step_.rank == 0 ? model_.intermediate : 2 * ((model_.intermediate + 15) / 16 * 16);
     }
     void project(const Team& team, int64_t layer, float* hidden, const float* attended, const int32_t* who,
                  int64_t count, const Buffers& b, const PjLinear& after) const;
     void mlp(const Team& team, int64_t layer, float* hidden, const int32_t* who, int64_t count, const Buffers& b,
              const PjLinear& after) const;
+    void take_tokens(const Team& team, int64_t layer, float* hidden, const int32_t* tokens, int64_t count,
+                     const Buffers& b, const PjLinear& after) const;
     int64_t expert_places(int64_t rows) const;
     void experts(const Team& team, int64_t layer, float* hidden, int64_t count, const ExpertRows& to,
                  const PjLinear& after) const;

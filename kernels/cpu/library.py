@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uin
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-ABI_VERSION = 34
+ABI_VERSION = 36
 STEP_PROBLEMS = {
     -1: "there is no memory for the working buffers",
     -2: "the block table holds an id outside the cache",
@@ -57,7 +57,7 @@ class Experts(ctypes.Structure):
         ("router", Linear),
         ("gate_up", POINTER(Linear)),
         ("down", POINTER(Linear)),
-        ("bias", c_void_p),
+        *((name, c_void_p) for name in ("bias", "sum_norm", "shared_norm")),
         ("num_experts", c_int64),
         ("per_row", c_int64),
         ("factor", c_float),
@@ -83,6 +83,10 @@ class Layer(ctypes.Structure):
         ("down_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("v_norm", c_void_p),
+        ("token_gate", Linear),
+        ("token_out", Linear),
+        ("token_norm", c_void_p),
         ("attended_norm", c_void_p),
         ("inner_norm", c_void_p),
         ("sinks", c_void_p),
@@ -93,6 +97,7 @@ class Layer(ctypes.Structure):
         ("hadamard", c_int64),
         ("num_taps", c_int64),
         ("place", c_int64),
+        ("borrows", c_int64),
         ("curve", c_float * 2),
         ("gates", c_int64),
         ("num_qkv", c_int32),
@@ -104,7 +109,7 @@ class Layer(ctypes.Structure):
         ("parallel", c_int32),
         ("norm_rotated", c_int32),
         ("gate_function", c_int32),
-        ("unused", c_int32),
+        ("scale", c_float),
     )
 
 
@@ -130,6 +135,7 @@ class Model(ctypes.Structure):
         ("embedding", c_void_p),
         ("embedding_scale", c_void_p),
         ("positions", c_void_p),
+        ("token_table", c_void_p),
         ("final_norm", c_void_p),
         ("head", Linear),
         ("screen", POINTER(Screen)),
@@ -143,11 +149,14 @@ class Model(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("num_positions", c_int64),
+        ("token_inputs", c_int64),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_cap", c_float),
         ("logit_cap", c_float),
         ("embedding_dtype", c_int32),
+        ("token_dtype", c_int32),
+        ("unused", c_int32),
         ("table_hadamard", c_int32),
     )
 

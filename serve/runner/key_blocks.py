@@ -37,6 +37,8 @@ def check_key_blocks(config: EngineConfig, model: DecoderConfig) -> None:
         raise ConfigError(
             f"{wanted} does not fit this model: its keys come from latent attention; leave attention=full"
         )
+    if model.shared_keys:
+        raise ConfigError(f"{wanted} does not fit this model: layers read others' keys; leave attention=full")
     if (why := unusual_experts(model)) is not None:
         raise ConfigError(f"{wanted} does not fit this model: {why}; leave attention=full")
     kinds = {model.layer_type(layer) for layer in range(model.num_hidden_layers)} - {"full_attention"}

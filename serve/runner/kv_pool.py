@@ -111,7 +111,8 @@ def pool_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[
 
 def rows_shape(model: DecoderConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """Of `PagedCache.rows`, the first number 0 where there are none."""
-    return model.num_hidden_layers - len(model.attention_layers), num_blocks, block_size, model.hidden_size
+    convolutions = sum(map(model.is_conv, range(model.num_hidden_layers)))
+    return convolutions, num_blocks, block_size, model.hidden_size
 
 
 def bytes_per_block(model: DecoderConfig, block_size: int, kv_dtype: KvDtype) -> int:

@@ -23,7 +23,9 @@ class ModelStep:
         config = model.config
         self._scale = config.head_dim**-0.5
         self._windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
-        self._attending = {layer: place for place, layer in enumerate(config.attention_layers)}
+        places = {layer: place for place, layer in enumerate(config.attention_layers)}
+        attending = [layer for layer in range(config.num_hidden_layers) if not config.is_conv(layer)]
+        self._attending = {layer: places[config.keys_of(layer)] for layer in attending}
         convolving = [layer for layer in range(config.num_hidden_layers) if config.is_conv(layer)]
         self._convolving = {layer: place for place, layer in enumerate(convolving)}
 

@@ -76,7 +76,8 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
         ConfigError: a pattern matches none; the rank is no smaller than a layer; or a layer shares its weight, which
             another part of the network would see changed when the adapter is merged.
     """
-    linears = {name: module for name, module in model.named_modules() if type(module) in _ADAPTED}
+    every = ((name, module) for name, module in model.named_modules() if type(module) in _ADAPTED)
+    linears = {name: module for name, module in every if ".token." not in name}  # beside which none is served
     for pattern in config.targets:
         if not fnmatch.filter(linears, pattern):
             names = ", ".join(list(linears)[:4])

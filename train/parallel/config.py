@@ -238,9 +238,14 @@ def _check_tensors(tp: int, model: DecoderConfig, any_vocabulary: bool) -> None:
         "attention_sinks",
         "table_hadamard",
         "conv_taps",
+        "layer_scales",
+        "token_inputs",
+        "shared_keys",
     )
     if found := [each for each in model.departures() if each.startswith(names)]:
         raise ConfigError(f"parallel.tp={tp}: it does not split a model with {', '.join(found)}; use zero = 3")
+    if model.moe is not None and model.moe.output_norms:
+        raise ConfigError(f"parallel.tp={tp}: model.moe.output_norms are of whole sums, which it splits; use zero = 3")
     if model.moe is not None:
         for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
             _divides("tp", tp, f"model.moe.{name}", getattr(model.moe, name) or 0)
@@ -258,6 +263,9 @@ def _check_stages(config: ParallelConfig, model: DecoderConfig) -> None:
         )
     if model.learned_positions:
         raise ConfigError(f"parallel.pp={config.pp}: stages do not know model.learned_positions; use zero = 3")
+    for name in ("token_inputs", "shared_keys"):
+        if getattr(model, name):
+            raise ConfigError(f"parallel.pp={config.pp}: stages do not know model.{name}; use zero = 3")
     counts = config.stage_layers
     if isinstance(counts, tuple) and (
         len(counts) != stages or sum(counts) != model.num_hidden_layers or min(counts) < 1

@@ -23,6 +23,7 @@ class LayerShape:
         kept: elements that one token's forward pass keeps for the backward pass, by recomputation; block inputs are the
             "full" ones. The first number is split by tensor parallelism, the second only with `sequence`.
         routed: experts a token goes to; 0 without experts.
+        looked_up: parameters of which a token has a row.
     """
 
     dense: int
@@ -33,11 +34,12 @@ class LayerShape:
     kept: dict[Recompute, tuple[int, int]]
     key_values: int  # elements of a token's keys and values, or of what a convolution reads of it
     routed: int = 0
+    looked_up: int = 0
 
     @property
     def parameters(self) -> int:
         """All of the layer."""
-        return self.dense + self.experts
+        return self.dense + self.experts + self.looked_up
 
     def forward_flops(self, length: int, causal: bool = False) -> float:
         """FLOPs of one token's forward pass in sequences of `length` tokens; `causal` counts only the half of the
@@ -96,7 +98,14 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
     hidden, moe = model.hidden_size, model.moe if model.is_moe(index) else None
     conv = model.is_conv(index)
     attention, queries, key_values, values = _convolution(model) if conv else _attention(model)
+    if model.keys_of(index) != index:
+        attention -= (hidden + model.attention_bias) * key_values
+        if model.qk_norm:
+            attention -= key_values // 2 if model.qk_norm_over == "all" else model.head_dim
+        attention -= model.head_dim if model.value_norm else 0
+        key_values = 0
     dense = attention + (4 if model.norms == "around" else 2) * hidden
+    dense += (1 if model.layer_scales else 0) + (2 * hidden * model.token_inputs + hidden if model.token_inputs else 0)
     if model.inner_norms:
         dense += (0 if conv else model.num_attention_heads * model.head_dim) + model.ffn_size(index)
     experts = active = 0
@@ -108,6 +117,7 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
         shared = moe.shared_expert_intermediate_size
         dense += hidden * moe.num_experts + 3 * hidden * shared + (hidden if moe.shared_expert_gate else 0)
         dense += moe.num_experts if moe.router_bias else 0
+        dense += 2 * hidden if moe.output_norms else 0
         experts = moe.num_experts * 3 * hidden * moe.moe_intermediate_size
         active = moe.num_experts_per_tok * 3 * hidden * moe.moe_intermediate_size
         inner = shared + moe.num_experts_per_tok * moe.moe_intermediate_size
@@ -129,6 +139,7 @@ def _layer(model: DecoderConfig, index: int) -> LayerShape:
         },
         key_values=key_values,
         routed=moe.num_experts_per_tok if moe else 0,
+        looked_up=model.vocab_size * model.token_inputs,
     )
 
 
@@ -148,6 +159,7 @@ def _attention(model: DecoderConfig) -> tuple[int, int, int, int]:
         parameters = hidden * (2 * queries + key_values + model.gate_size)
         parameters += queries + key_values if model.attention_bias else 0
         parameters += hidden if model.attention_output_bias else 0
+        parameters += model.head_dim if model.value_norm else 0
         if model.qk_norm:
             parameters += queries + key_values // 2 if model.qk_norm_over == "all" else 2 * model.head_dim
         return parameters, queries, key_values, queries

@@ -43,7 +43,7 @@ STILL: dict[str, Any] = {"model_type": "penjing", "layer_rotary": ("main", "none
 NEOX = CONFIGS["neox"]
 GEMMA2: dict[str, Any] = GEMMA | {"qk_norm": False, "layer_rotary": None, "attention_cap": 3.0, "logit_cap": 5.0}
 CASES = {"gemma": GEMMA, "olmo": OLMO, "still": STILL, "neox": NEOX, "gemma2": GEMMA2}
-CASES |= {name: CONFIGS[name] for name in ("opt", "apertus", "sinks", "bitnet", "conv", "trinity", "laguna")}
+CASES |= {name: CONFIGS[name] for name in ("opt", "apertus", "sinks", "bitnet", "conv", "trinity", "laguna", "gemma4")}
 UNROTATED = "steps.0.transform.rotate=false"
 FOUR = ["steps.0.weights_bits=4", "steps.0.group=32", "steps.0.embedding_dtype=int8", UNROTATED]
 

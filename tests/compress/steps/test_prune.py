@@ -89,8 +89,12 @@ def test_a_pruned_decoder_is_the_masked_one(tmp_path: Path, parts: tuple[str, ..
         {"inner_norms": True, "activation": "relu2", "rms_norm_eps": 1e-9},
         {"attention_gate": "channel", "qk_norm": True},
         {"attention_gate": "head", "attention_gate_function": "softplus"},
+        {"value_norm": True, "layer_scales": True, "norms": "around", "qk_norm": True},
     ],
-    ids=["caps", "parallel", "norms-over-heads", "positions", "xielu", "inner-norms", "gates", "gates-of-heads"],
+    ids=[
+        *("caps", "parallel", "norms-over-heads", "positions", "xielu", "inner-norms", "gates", "gates-of-heads"),
+        "scales",
+    ],
 )
 def test_decoders_of_other_layers_are_the_masked_ones(tmp_path: Path, changed: dict[str, Any]) -> None:
     """A soft cap changes each score by itself, so that heads leave as they do without one."""

@@ -36,6 +36,9 @@ FIELDS = (
     "global_attn_every_n_layers", "mup_enabled", "route_norm", "num_expert_groups", "gating", "conv_L_cache",
     "num_attention_heads_per_layer", "moe_routed_scaling_factor", "moe_router_logit_softcapping", "conv_bias",
     "moe_apply_router_weight_on_input", "shared_expert_intermediate_size", "use_sandwich_norm", "use_attention_gate",
+    "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "enable_moe_block",
+    "top_k_experts", "hidden_size_per_layer_input", "num_kv_shared_layers", "text_config", "vocab_size_per_layer_input",
+    "v_head_dim", "attention_value_scale", "sliding_window_size",
 )  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
@@ -47,6 +50,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     },
     "opt": {"ffn_dim": 40},
     "gptj": {"rotary_dim": 8},
+    "mimo_v2_flash": {"head_dim": 24, "v_head_dim": 8},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4": {"text_config": {"hidden_size_per_layer_input": 0}},
 }
 SECTIONS = ("full_attention", "sliding_attention", "rope_theta", "rope_type", "partial_rotary_factor", "factor")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from penjing.core.checkpoint.decoder import open_checkpoint
 from penjing.core.checkpoint.load import load_model
@@ -19,9 +19,11 @@ from penjing.core.imports.importer import import_model
 from penjing.core.models.hf_config import FOLDED
 from tests.core.folded.conv_cases import CONV_CASES, CONV_NAMES, CONV_NAMES_3
 from tests.core.folded.expert_cases import EXPERT_CASES, LATENT
+from tests.core.folded.gemma4_cases import GEMMA4_CASES
 from tests.core.folded.older_cases import OLDER_CASES
+from tests.core.folded.seeing_cases import SEEING_CASES
 
-PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "gemma3", "nemotron", "vaultgemma")
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 48,
@@ -179,12 +181,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = (
         ),
         "hyperclovax_before": (
             "hyperclovax",
-            {
-                "use_post_norm": False,
-                "attention_multiplier": 0.2,
-                "residual_multiplier": 0.3,
-                "tie_word_embeddings": True,
-            },
+            {"use_post_norm": False, "attention_multiplier": 0.2}
+            | {"residual_multiplier": 0.3, "tie_word_embeddings": True},
             "llama",
         ),
         "internlm3": ("internlm3", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}, "llama"),
@@ -231,13 +229,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = (
         ),
         "gpt_oss": (
             "gpt_oss",
-            {
-                "head_dim": 16,
-                "sliding_window": 9,
-                "num_local_experts": 6,
-                "num_experts_per_tok": 2,
-                "rope_parameters": YARN | {"truncate": False},
-            },
+            {"head_dim": 16, "sliding_window": 9, "num_local_experts": 6, "num_experts_per_tok": 2}
+            | {"rope_parameters": YARN | {"truncate": False}},
             "penjing",
         ),
         "gpt_oss_full": (
@@ -263,6 +256,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = (
     | OLDER_CASES
     | EXPERT_CASES
     | CONV_CASES
+    | GEMMA4_CASES
+    | SEEING_CASES
 )
 
 
@@ -270,9 +265,8 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **ho
     """A random model of transformers, saved to `folder`; no parameter is left at zero or one, and no bias of a choice
     that is no parameter."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager"
-    )
+    auto = AutoModelForImageTextToText if "vision_config" in changes else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(kind, **(SMALL | changes)), attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             plain = 1.0 if "norm" in name and name.endswith("weight") and kind not in PLUS_ONE else 0.0
@@ -280,6 +274,8 @@ def save(folder: Path, tokenizer: Path, kind: str, changes: dict[str, Any], **ho
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand_like(buffer))
     model.save_pretrained(folder, **how)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     return model.eval()

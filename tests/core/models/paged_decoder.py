@@ -19,11 +19,13 @@ class Pages:
 
     def __init__(self, config: DecoderConfig, num_blocks: int, block_size: int):
         self.config = config
-        self.attending = {layer: place for place, layer in enumerate(config.attention_layers)}
+        places = {layer: place for place, layer in enumerate(config.attention_layers)}
+        attending = [layer for layer in range(config.num_hidden_layers) if not config.is_conv(layer)]
+        self.attending = {layer: places[config.keys_of(layer)] for layer in attending}
         convolving = [layer for layer in range(config.num_hidden_layers) if config.is_conv(layer)]
         self.convolving = {layer: place for place, layer in enumerate(convolving)}
         self.rows = torch.full((len(convolving), num_blocks, block_size, config.hidden_size), torch.nan)
-        shape = (len(self.attending), 2, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
+        shape = (len(places), 2, num_blocks, config.num_key_value_heads, block_size, config.head_dim)
         self.pool = torch.full(shape, torch.nan)
 
     def run(self, model: Decoder, steps: list[tuple[Tensor, int, list[int]]]) -> Tensor:

@@ -51,6 +51,18 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "every": {"model_type": "penjing", "moe": EXPERTS | {"num_experts_per_tok": 8}},
     "shared": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 64}},
+    "gemma4": {
+        "model_type": "penjing",
+        "norms": "around",
+        "value_norm": True,
+        "layer_scales": True,
+        "logit_cap": 2.0,
+        "moe": EXPERTS | {"shared_expert_intermediate_size": 128, "activation": "gelu_tanh", "output_norms": True},
+    },
+    "norms apart": {
+        "model_type": "penjing",
+        "moe": EXPERTS | {"shared_expert_intermediate_size": 64, "output_norms": True},
+    },
     "wide": {"model_type": "penjing", "moe": EXPERTS | {"shared_expert_intermediate_size": 128, "router_bias": True}},
     "qwen2": {
         "model_type": "qwen2_moe",

@@ -10,6 +10,7 @@ from penjing.core.errors import ConfigError
 from penjing.train.parallel.config import ParallelConfig, check_parallel
 from tests.conftest import tiny_config
 
+TOKENS = {"model_type": "penjing", "token_inputs": 8, "shared_keys": 1, "layer_scales": True}
 CONV = {"model_type": "penjing", "layer_types": ("short_conv", "full_attention"), "conv_taps": 3}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -42,6 +43,8 @@ MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
             "tie_word_embeddings": False}, 2, "splits the backward pass, which experts do not",
         ),
         ({"tp": 2}, CONV, 2, r"parallel\.tp=2: it does not split a model with conv_taps=3; use zero = 3"),
+        ({"tp": 2}, TOKENS, 2, "does not split a model with layer_scales=True, token_inputs=8, shared_keys=1"),
+        ({"pp": 2}, TOKENS, 2, r"parallel\.pp=2: stages do not know model\.token_inputs; use zero = 3"),
         ({"cp": 2}, CONV, 2, r"parallel\.cp=2: it does not know model\.conv_taps; leave cp = 1"),
         ({"zero": 3}, {"shared_layers": 2}, 2, "layers that share weights"),
         ({"shards": 2}, {}, 4, r"parallel\.shards is how many processes ZeRO spreads over"),

@@ -50,6 +50,18 @@ VARIANTS = {
     "gates of channels": CONVOLUTIONS | {"attention_gate": "channel"},
     "convolutions": CONVOLUTIONS,
     "biases of convolutions": CONVOLUTIONS | {"conv_bias": True, "qk_norm": True},
+    "tokens": {
+        "model_type": "penjing",
+        "token_inputs": 6,
+        "shared_keys": 2,
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scales": True,
+    },
+    "norms of experts": {
+        "model_type": "penjing",
+        "moe": MOE | {"shared_expert_intermediate_size": 40, "output_norms": True},
+    },
     "latent": {"model_type": "penjing", "num_key_value_heads": 4, "latent_attention": LATENT},
 }
 
