@@ -129,7 +129,7 @@ def run_machine(num_examples: int) -> None:
 
 
 def test_30_000_random_operations_keep_every_invariant_and_leak_nothing() -> None:
-    run_machine(140)
+    run_machine(180)
     assert SchedulerMachine.num_operations >= 30_000
     # 670 to 1,960 in 100,000: hypothesis draws numbers of modules too, so that it matters which are imported.
     assert SchedulerMachine.num_preemptions > 60, "the machine must reach preemption"
