@@ -93,7 +93,7 @@ class Attention(nn.Module):
         else:
             k, v = attend.kept[self.keys_of]
         if self.lends_keys:
-            attend.kept[self.layer] = k, v
+            attend.kept[self.keys_of] = k, v
         attended = attend(self.layer, q, k, v, self.sinks)
         if self.g_proj is not None:
             gate = open_gate(self.g_proj(x), self.gate_function).unflatten(-1, (-1, self.channels_of_gate))
