@@ -63,7 +63,7 @@ def test_any_damaged_value_is_read_or_refused(kind: str) -> None:
     whole |= NEEDS.get(kind, {})
     fold_from_hf(whole | {"attention_bias": False}, "config.json")
     names = [name for name in dict.fromkeys(FIELDS) if name in whole or _matters(whole, name)]
-    assert len(names) > len(whole)
+    assert len(names) > len(whole) or "text_config" in whole  # the settings of its text part are another kind's
     changes: list[dict[str, Any]] = [{name: odd} for name in names for odd in ODD]
     for section in ("rope_parameters", "rope_scaling"):
         changes += [{section: {name: odd}} for name in SECTIONS for odd in ODD]

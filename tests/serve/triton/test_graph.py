@@ -53,7 +53,7 @@ def test_tensors_of_two_types_are_answered_under_the_networks_names(served: Serv
             ({**sent, "choice": np.full((8, 1), 99)}, "cannot compute"),
             ({**sent, "x": np.array([1 + 1j])}, "complex128, which is not sent"),
             ({name: np.repeat(value, 3, 0) for name, value in sent.items()}, "max_batch_size"),
-            ({}, "inputs by name"),
+            ({}, "in a dictionary, by name"),
         ]
         for request, message in bad:
             with pytest.raises(PenjingError, match=message):
