@@ -119,10 +119,10 @@ HEADLINES = [  # of the README: title, benchmark, what the names of its metrics 
     ("… on the worst of four other kinds of text", "generalisation", "smollm2-int8-hadamard/", "worst_rise"),
     ("… by `smollm2-int8`, which other engines load too", "generalisation", "smollm2-int8/", "worst_rise"),
     (
-        "Gemma 3 270M by `gemma3-int8`, on the worst of seven texts",
+        "Gemma 3 270M by `gemma3-int8`, on the worst of ten texts",
         "generalisation",
         "gemma3-int8/",
-        "german_rise",
+        "czech_rise",
     ),
     ("SmolLM2-135M in 4 bits, one stream", "engine", "int4/", "one_stream"),
     (
