@@ -74,10 +74,7 @@ def compress_positions(stream: LayerStream, settings: Int8Settings, rotations: R
     Raises:
         InputError: a value does not fit the dtype.
     """
-    if not stream.config.learned_positions:
-        return {}
-    dtype = "float16" if settings.embedding_dtype == "int8" else settings.embedding_dtype
-    return {POSITIONS: _rotated(POSITIONS, stream.stored(POSITIONS), dtype, rotations)}
+    return _kept_floating(stream, settings, POSITIONS, rotations) if stream.config.learned_positions else {}
 
 
 def copy_token_inputs(stream: LayerStream, settings: Int8Settings, rotations: Rotations | None) -> Weights:
@@ -86,10 +83,12 @@ def copy_token_inputs(stream: LayerStream, settings: Int8Settings, rotations: Ro
     Raises:
         InputError: a value does not fit the dtype.
     """
-    if not stream.config.token_inputs:
-        return {}
+    return _kept_floating(stream, settings, TOKEN_INPUTS, None) if stream.config.token_inputs else {}
+
+
+def _kept_floating(stream: LayerStream, settings: Int8Settings, name: str, rotations: Rotations | None) -> Weights:
     dtype = "float16" if settings.embedding_dtype == "int8" else settings.embedding_dtype
-    return {TOKEN_INPUTS: _rotated(TOKEN_INPUTS, stream.stored(TOKEN_INPUTS), dtype, None)}
+    return {name: _rotated(name, stream.stored(name), dtype, rotations)}
 
 
 def _turned(rows_RE: Tensor, rotations: Rotations | None, block: int) -> Tensor:

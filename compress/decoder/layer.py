@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +36,7 @@ from penjing.core.artifact.transform import INPUTS, NORMS
 from penjing.core.checkpoint.dtypes import DTYPES
 from penjing.core.errors import InputError
 from penjing.core.models.config import DecoderConfig
+from penjing.core.models.mlp import GATED
 from penjing.kernels.hadamard import hadamard
 from penjing.kernels.rounding import INT8_LIMIT
 
@@ -144,7 +144,7 @@ def compress_layer(
     largest = LargestKV()
     stream.run(stream.float_layer(layer, weights), hidden_WTE, seen.observe, largest.observe, beside=beside)
     samples = seen.samples()
-    few = _fill_up(samples, weights, stream.config)
+    few = fill_up(samples, weights, stream.config)
     _check_finite(samples, layer)
     hidden_ME = seen.rows_of(hidden_WTE)
 
@@ -244,22 +244,23 @@ def _rounds(settings: Int8Settings) -> bool:
     return settings.activations_bits == 8
 
 
-def _fill_up(samples: dict[str, Tensor], weights: Weights, config: DecoderConfig) -> dict[int, int]:
+def fill_up(samples: dict[str, Tensor], weights: Weights, config: DecoderConfig) -> dict[int, int]:
     """Give each expert that saw few tokens the sample of all tokens, in place.
 
     Returns:
         Expert → how many it saw.
     """
     few: dict[int, int] = {}
-    tanh = config.moe is not None and config.moe.activation == "gelu_tanh"
-    activate = partial(F.gelu, approximate="tanh") if tanh else F.silu
+    activate = GATED["silu" if config.moe is None else config.moe.activation]
     for mlp in filter(is_routed, mlps(weights)):
         gate, up, down = (f"{mlp}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
         rows = len(samples.get(gate, ()))
         if rows < FEW_ROWS:
             few[int(mlp.rpartition(".")[2])] = rows
             x_MK = samples[gate] = samples["mlp.gate"]
-            samples[down] = activate(x_MK @ weights[f"{gate}.weight"].t()) * (x_MK @ weights[f"{up}.weight"].t())
+            samples[down] = activate(
+                *(F.linear(x_MK, weights[f"{part}.weight"], weights.get(f"{part}.bias")) for part in (gate, up))
+            )
     return few
 
 

@@ -22,7 +22,7 @@ def _squared(gate: Tensor, up: Tensor) -> Tensor:
     return activate(gate, "relu2") * up
 
 
-_GATED = {"silu": swiglu, "gelu_tanh": geglu, "relu2": _squared, "clamped_swiglu": clamped_swiglu}
+GATED = {"silu": swiglu, "gelu_tanh": geglu, "relu2": _squared, "clamped_swiglu": clamped_swiglu}
 
 
 class XIELU(nn.Module):
@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
     Args:
         hadamard: block of the transform of what `down` reads, which its weight undoes (`kernels.hadamard`); 0: none.
-        activation: of the gate; with `gated` one of _GATED.
+        activation: of the gate; with `gated` one of GATED.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
-            inner = _GATED[self.activation](self.gate_proj(x), self.up_proj(x))
+            inner = GATED[self.activation](self.gate_proj(x), self.up_proj(x))
         elif self.activation == "xielu":
             inner = self.act_fn(self.gate_proj(x))
         else:

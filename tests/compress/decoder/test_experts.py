@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-from penjing.compress.decoder.layer import compress_layer
+from penjing.compress.decoder.layer import compress_layer, fill_up
 from penjing.compress.decoder.settings import Int8Settings
 from penjing.compress.decoder.stream import LayerStream
 from penjing.compress.export.compressed_tensors import LOADER
@@ -24,6 +24,7 @@ from penjing.core.checkpoint.load import load_model
 from penjing.core.cli import _run
 from penjing.core.errors import InputError
 from penjing.core.models.decoder import Decoder
+from penjing.core.models.mlp import MLP
 from penjing.core.runtime.quantized import Int8Linear
 from tests.compress.conftest import Notes, write_recipe
 from tests.compress.decoder.test_transforms import TRANSFORMS, transformed
@@ -129,3 +130,24 @@ def test_steps_that_know_no_experts_refuse_them(
     recipe.write_text(recipe.read_text().replace('kind = "quantize"', steps))
     with pytest.raises(InputError, match=r"has experts \(moe\), which"):
         run_recipe(recipe)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_few_tokens_are_filled_up_with_what_the_expert_itself_would_give(
+    activation: Any, make_tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Also where its gate has another activation, and its layers have biases."""
+    config = open_checkpoint(make_tiny_checkpoint(**KINDS["mixtral"])).config
+    assert config.moe is not None
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"activation": activation})})
+    torch.manual_seed(0)
+    expert = MLP(config.hidden_size, 12, bias=True, activation=activation)
+    weights = {f"mlp.experts.0.{name}": value.detach() * 4 for name, value in expert.named_parameters()}
+    expert.load_state_dict({name.removeprefix("mlp.experts.0."): value for name, value in weights.items()})
+    read: list[torch.Tensor] = []
+    expert.down_proj.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    x_MK = torch.randn(5, config.hidden_size)
+    expert(x_MK)
+    samples = {"mlp.gate": x_MK}
+    assert fill_up(samples, weights, config) == {0: 0}
+    torch.testing.assert_close(samples["mlp.experts.0.down_proj"], read[0])
